@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..core.meshes import as_typed
 from .arrays import CHUNK, Kind, Table, chunks
 from .batch import check_ids
 from .cache_map import CacheMap, Moves, Policy, TooManyIds
@@ -89,7 +90,7 @@ class Cached:
         if self.mesh is None:
             return None
         spec = PartitionSpec() if self.sharding is None else self.sharding.spec
-        return NamedSharding(self.mesh, spec)
+        return as_typed(NamedSharding(self.mesh, spec), 1 + len(self.row))
 
     def _stored(self, places: np.ndarray) -> np.ndarray:
         """Where places are in the array of the cache; padding is behind it."""

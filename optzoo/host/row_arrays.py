@@ -161,6 +161,8 @@ def _refuse(
             deferred,
         )
     except NotAlone as error:
-        raise ValueError(f"tx cannot train a cache of a table on the host: {error}. {_CURE}") from (
-            error
-        )
+        policy = getattr(about_of(tx).rows, "__name__", "")
+        kind = f'it is "{policy}", ' if policy in ("dense", "touched") else ""
+        raise ValueError(
+            f"tx cannot train a cache of a table on the host: {kind}{error}. {_CURE}"
+        ) from error

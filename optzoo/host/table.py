@@ -15,6 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.checks import check_choice, check_size, check_transformation
+from ..core.meshes import as_typed
 from ..core.paths import leaves_with_path, path_name
 from ..growing.vocabulary import Vocabulary
 from ..sharded.row_sharding import RowSharding
@@ -588,7 +589,7 @@ def _on_mesh(x: Any, mesh: Mesh) -> Any:
     """An array on the devices of a mesh: as it is there, or on each."""
     if getattr(getattr(x, "sharding", None), "mesh", None) == mesh:
         return x
-    return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+    return jax.device_put(x, as_typed(NamedSharding(mesh, PartitionSpec()), jnp.ndim(x)))
 
 
 def _with(s: Stats, plan: _Plan) -> Stats:

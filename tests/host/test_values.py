@@ -301,7 +301,9 @@ def test_a_flush_stays_what_it_was_but_for_rows():
 def test_rows_are_read_as_of_now():
     want = ordinary(adam())[0]["table"]
     store = optzoo.host.HostTable(table(), adam(), CACHE)
-    params, state, _ = train(store, *store.init(others()))
+    step = store.minimize(loss)
+    params, state, _ = train(store, *store.init(others()), step=step)
+    assert step._cache_size() == 1  # compiled once
     ids = np.arange(ROWS + 1).reshape(1, -1)
     read = store.read(params, state, ids)
     same(read[0, :ROWS], want)
