@@ -5,8 +5,9 @@ the table. Whether it was clicked follows a score of its ids, which the model ha
 
     python examples/host_table.py --folder /tmp/clicks --steps 300
 
-Stop it at any moment, by Ctrl-C or ``kill -9``, and start it again: it goes on at its last flush,
-and ends with the same numbers. The disk of the folder needs room for the table and two slots.
+Stop it at any moment, by Ctrl-C or ``kill -9``, or in the middle by ``--stop-at 150``, and start it
+again: it goes on at its last flush, and ends with the same numbers. The disk of the folder needs
+room for the table and two slots.
 """
 
 import argparse
@@ -78,6 +79,7 @@ def main():
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--cache-rows", type=int, default=100_000)
     parser.add_argument("--flush-every", type=int, default=100)
+    parser.add_argument("--stop-at", type=int, help="a step after which it ends without a flush")
     args = parser.parse_args()
 
     store = optzoo.host.HostTable(
@@ -96,6 +98,8 @@ def main():
         if store.step % 50 == 0:
             print(progress(store.step, value, store.stats(), before), flush=True)
             before = store.stats()
+        if store.step == args.stop_at:
+            raise SystemExit(f"stopped at step {store.step}, without a flush")
         if store.step % args.flush_every == 0:
             store.flush(params, state)
     params, state = store.flush(params, state)
