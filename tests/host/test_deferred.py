@@ -49,6 +49,7 @@ def longest(tx):
     return next(clock.longest for clock in node.clock.values())
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize("name", DEFERRED)
 def test_several_horizons(name):
     tx = DEFERRED[name]()
@@ -105,6 +106,7 @@ def test_rows_that_a_step_does_not_look_up():
     near(store.flush(params, state), optzoo.rows.catch_up(plain, plain_state), 1e-5)
 
 
+@pytest.mark.unique
 def test_how_long_rows_rest():
     """On the host half of a horizon, since they leave as of now; in the cache a whole one."""
     tx, rows, cache = optzoo.caught_up(ADAM, mask="table", horizon=100), 700, 90

@@ -43,6 +43,7 @@ def opened(path, tx=None, cache=CACHE, **options):
     return optzoo.host.HostTable(table(), tx or adam(), cache, folder=path, **options)
 
 
+@pytest.mark.unique
 def test_a_run_continues_in_another_process_with_another_cache(tmp_path):
     *want, losses = ordinary(adam(), data=batches(2 * STEPS))
     store = opened(tmp_path)

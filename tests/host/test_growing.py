@@ -63,6 +63,7 @@ TXS = {
 }
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize("name", TXS)
 @pytest.mark.parametrize("cache", [CACHE, ROWS])
 def test_a_vocabulary_has_the_values_of_reset_rows(name, cache):

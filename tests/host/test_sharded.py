@@ -42,6 +42,7 @@ def of_host(tx, mesh, sharding, cache):
     return store, got, losses
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 @pytest.mark.parametrize("partition", ["mod", "div"])
 def test_a_sharded_cache(partition, kind):

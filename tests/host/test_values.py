@@ -12,7 +12,6 @@ from optzoo.host import cached as host_cached
 from optzoo.host.row_arrays import find_rows
 from optzoo.testing import samples
 
-from ..selection import chosen_first
 from .cases import (
     CACHE,
     ROWS,
@@ -44,7 +43,13 @@ def check(tx, **options):
     return store
 
 
-@pytest.mark.parametrize("name", chosen_first(BY_ROWS, UNLIKE))
+@pytest.mark.every_value
+@pytest.mark.parametrize("name", UNLIKE)
+def test_unlike_optimizers(name):
+    check(samples.make(optzoo.CATALOG[name]))
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
 def test_every_optimizer_of_touched_rows(name):
     tx = samples.make(optzoo.CATALOG[name])
     if name == "normalized_sgd":  # by the norm of the gradient, a sum in another order
@@ -73,6 +78,7 @@ STORED = {
 }
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize("name", STORED)
 def test_storages_and_wrappers(name):
     check(STORED[name]())
@@ -163,6 +169,7 @@ def of_two(p, users, items, y):
     return jnp.mean((jnp.sum(u, 1) * (i @ p["w"]) + jnp.sum(p["emb"]["b"]) - y) ** 2)
 
 
+@pytest.mark.unique
 def test_several_tables_beside_layers():
     """One swap for both; with groups and a clip. Gathers are lookups, in small caches, too."""
     tx = optax.chain(
@@ -311,6 +318,7 @@ def test_rows_are_read_as_of_now():
     assert store.read(params, state, np.zeros((0, 2), int)).shape == (0, 2, WIDTH)
 
 
+@pytest.mark.unique
 def test_exchanges_cost_what_their_rows_cost():
     """No program makes an array of the size of the cache, or copies one."""
     rows, size = 50_000, 256
