@@ -69,6 +69,34 @@ def test_an_error_in_a_thread_is_raised_in_the_loop():
     same(store.flush(params, state), tuple(want))
 
 
+class Interrupted:
+    """A future of which the first wait is interrupted."""
+
+    def __init__(self, future):
+        self.future, self.calls = future, 0
+
+    def result(self):
+        self.calls += 1
+        if self.calls == 1:
+            raise KeyboardInterrupt
+        return self.future.result()
+
+    def exception(self):
+        return self.future.exception()
+
+
+def test_an_interrupt_while_a_plan_is_awaited():
+    *want, _ = ordinary(adam())
+    store, params, state = begun()
+    step, data = store.minimize(loss), batches()
+    with pytest.raises(KeyboardInterrupt):
+        for i, (places, (_, y)) in enumerate(store.ahead(data, ids=first)):
+            params, state, _ = step(*store.swap(params, state), places, y)
+            if i == 2:
+                store._future = Interrupted(store._future)
+    same(store.flush(*train(store, params, state, data[3:])[:2]), tuple(want))
+
+
 BAD = {
     "negative": ([-1, 2], ValueError, r"must be in \[0, 60\).*got -1"),
     "floats": ([1.0], TypeError, "must be integers, got dtype float64"),
