@@ -321,7 +321,7 @@ def test_rows_are_read_as_of_now():
 @pytest.mark.unique
 def test_exchanges_cost_what_their_rows_cost():
     """No program makes an array of the size of the cache, or copies one."""
-    rows, size = 50_000, 256
+    rows, size = 200_000, 256
     deferred = optzoo.caught_up(optzoo.adam(0.1), mask="table")
     params = {"table": jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)}
     places = jax.ShapeDtypeStruct((size,), jnp.int32)
