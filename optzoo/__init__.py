@@ -113,6 +113,7 @@ from .wrappers.weight_decay import decoupled_weight_decay as decoupled_weight_de
 
 if typing.TYPE_CHECKING:
     from . import compiled as compiled
+    from . import host as host
     from . import interop as interop
     from .compiled.report import compile_report as compile_report
     from .interop.nnx import nnx_minimize as nnx_minimize
@@ -133,7 +134,7 @@ if not typing.TYPE_CHECKING:  # type checkers read the imports above
     __all__ = sorted(name for name in {*_NAMES, *_LATER} if name[0] != "_")
 
     def __getattr__(name):
-        if name in ("compiled", "interop"):
+        if name in ("compiled", "host", "interop"):
             return importlib.import_module(f"{__name__}.{name}")
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -168,6 +168,7 @@ ROOMS = [
     ["train"],
     ["wrappers"],
     ["growing"],
+    ["host"],
     FAMILIES,
     ["transforms"],
     ["rows", "replicas"],

@@ -19,6 +19,11 @@ TESTED = {
     "distributed/engine/few_bits.py:BLOCK": (
         "distributed/test_degenerate.py::test_sizes_of_what_is_sent"
     ),
+    "host/arrays.py:CHUNK": "host/test_values.py::test_tables_in_chunks",
+    "host/cache_map.py:AGE": "host/test_cache_map.py::test_what_was_frequent_once_leaves",
+    "host/cache_map.py:_MOST": "host/test_cache_map.py::test_counts_do_not_overflow",
+    "host/cache_map.py:_BLOCK": "host/test_cache_map.py::test_places_in_blocks",
+    "host/exchange.py:_LEAST": "host/test_values.py::test_few_programs",
     "native/division.py:MOST_LEAVES": "native/test_bounds.py::test_numbers_of_arrays",
     "native/leaf_kernel.py:_SHORT _KEPT": "native/test_bounds.py::test_lengths_of_groups",
     "native/loops.py:_MASKED": "native/test_bounds.py::test_widths_of_loops_with_a_mask",
@@ -77,6 +82,7 @@ UNTESTED = {
 NO_BOUNDS = {
     "core/merge.py": "_FACTOR",
     "distributed/engine/few_bits.py": "_LEVELS_OF_TWO_BITS",
+    "host/folder.py": "FORMAT",
     "native/call_frame.py": "EXECUTE",
     "native/machine.py": "_SYMBOL_TABLE",
     "native/merging.py": "_HASH _MASK",

@@ -19,7 +19,7 @@ HEAVY = [
 ]
 HEAVY += ["pytest", "returnn", "rich", "sklearn", "tensorboard", "tensorflow", "torch"]
 # Rooms that are imported at the first use of a name of theirs. In native, minimize needs the step.
-LATER = {"compiled", "interop", "native", "race", "testing"}
+LATER = {"compiled", "host", "interop", "native", "race", "testing"}
 NEEDED = {"optzoo.native", "optzoo.native.step", "optzoo.native.engine"}
 
 

@@ -40,6 +40,7 @@ GROUPS = {
     "Compiled programs": ["optzoo.compiled"],
     "Sharded tables": ["optzoo.sharded"],
     "Tables that grow": ["optzoo.growing"],
+    "Tables on the host": ["optzoo.host"],
     "Replicas": ["optzoo.distributed"],
     "States": ["optzoo.state"],
     "Writing an optimizer": ["optzoo.rules", "optzoo.testing"],
@@ -56,6 +57,7 @@ MENU = {
     "Tasks": [
         "docs/tasks/train_embeddings",
         "docs/tasks/growing_tables",
+        "docs/tasks/larger_than_the_device",
         "docs/tasks/little_memory",
         "docs/tasks/sparse_weights",
         "docs/tasks/many_replicas",

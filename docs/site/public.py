@@ -14,7 +14,8 @@ ROOT = pathlib.Path(optzoo.__file__).parents[1]
 MODULES = tuple(
     f"optzoo.{name}"
     for name in (
-        *("catalog", "compiled", "growing", "interop.fbgemm", "interop.keras", "interop.returnn"),
+        *("catalog", "compiled", "growing", "host"),
+        *("interop.fbgemm", "interop.keras", "interop.returnn"),
         *("interop.optax", "interop.sparsecore", "interop.tf1", "interop.torch", "race"),
         *(
             "registry",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,27 +120,56 @@ class Vocabulary:
         Returns:
             The rows; those to reset before the step; the ids that were evicted; and how many wait.
         """
+        return self.observe_with_undo(ids)[0]
+
+    def observe_with_undo(self, ids: Any) -> tuple[Observed, Callable[[], None]]:
+        """As :meth:`observe`; and a function that takes it back, before anything else changes.
+
+        Args:
+            ids: as for :meth:`look_up`.
+        """
         flat, shape = _flat(ids)
         counts = Counter(flat)  # before anything changes: an id may turn out not to be hashable
+        before = self._step, len(self._id_of), self._purge_at
+        seen, waited = list[tuple[int, int]](), list[tuple[Hashable, Any]]()
         self._step += 1
         admitted = list[Hashable]()
         for id_, times in counts.items():
             row = self._row_of.get(id_)
             if row is not None:
+                seen.append((row, int(self._seen[row])))
                 self._seen[row] = self._step
                 continue
-            before, last = self._waiting.get(id_, (0, self._step))
-            times += 0 if self._is_old(last) else before
+            waited.append((id_, self._waiting.get(id_)))
+            earlier, last = self._waiting.get(id_, (0, self._step))
+            times += 0 if self._is_old(last) else earlier
             self._waiting[id_] = times, self._step
             if times >= self._admit_after:
                 admitted.append(id_)
         rows, evicted = self._free_rows(len(admitted))
+        reused = rows[len(rows) - len(evicted) :]
+        seen += [(row, int(self._seen[row])) for row in reused]
         for id_, row in zip(admitted, rows, strict=False):
             del self._waiting[id_]
             self._row_of[id_], self._id_of[row], self._seen[row] = row, id_, self._step
         self._purge()
+
+        def undo():
+            self._step, used, self._purge_at = before
+            for id_, of in waited:
+                self._row_of.pop(id_, None)
+                self._waiting.pop(id_, None)
+                if of is not None:
+                    self._waiting[id_] = of
+            del self._id_of[used:]
+            for id_, row in zip(evicted, reused, strict=True):
+                self._row_of[id_], self._id_of[row] = row, id_
+            for row, step in seen:
+                self._seen[row] = step
+
         reset = np.array(rows, self._dtype())
-        return Observed(self._rows(flat, shape), reset, evicted, len(admitted) - len(rows))
+        found = Observed(self._rows(flat, shape), reset, evicted, len(admitted) - len(rows))
+        return found, undo
 
     def grow(self, capacity: int) -> None:
         """Makes room for more ids; :func:`optzoo.growing.resize_table` does this to the table.
@@ -228,6 +257,27 @@ class Vocabulary:
             )
         self._seen[1 : len(ids) + 1] = seen
         return self
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Becomes the vocabulary that was saved.
+
+        Args:
+            state: from :meth:`state_dict`.
+
+        Raises:
+            TypeError: as :meth:`from_state_dict`.
+            ValueError: as :meth:`from_state_dict`; or if ``admit_after`` or ``evict_after`` are
+                others.
+        """
+        saved = Vocabulary.from_state_dict(state)
+        names = "admit_after", "evict_after"
+        mine, others = ([getattr(v, f"_{name}") for name in names] for v in (self, saved))
+        if mine != others:
+            raise ValueError(
+                f"state has (admit_after, evict_after) = {tuple(others)}, and this vocabulary "
+                f"{tuple(mine)}: give the same"
+            )
+        self.__dict__.update(saved.__dict__)
 
     def _rows(self, flat: list[Any], shape: tuple[int, ...]) -> np.ndarray:
         rows = map(self._row_of.get, flat, itertools.repeat(0))

@@ -17,7 +17,7 @@ nothing else, depends on which rows come in a round.
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -127,6 +127,41 @@ def prove_alone(
     _check_alone(trace_update(tx, params, tables, extra_args, {}))
 
 
+def prove_in_cache(
+    tx: optax.GradientTransformationExtraArgs,
+    params: Any,
+    tables: Mapping[int, str],
+    extra_args: Mapping[str, Any],
+    more_rows: Set[str],
+) -> None:
+    """Raises :class:`NotAlone` unless the touched rows alone decide what becomes of them.
+
+    Then a table of some of the rows, with all that are touched, has the same updates. Unlike in
+    :func:`prove_alone` a row may depend on all touched rows, such as on their norm. The arguments
+    are those of :func:`trace_update`, and the names of the tables whose updates may have more rows
+    than the gradient.
+    """
+    if about_of(tx).row_wise:
+        return
+    programs = []
+    for more in (0, 1):
+        trace = trace_update(tx, params, tables, extra_args, {}, more=more)
+        _check_alone(trace, more_rows, sums=True)
+        programs.append(list(_written(trace)))
+    # How many rows rest and are swept depends on all of them.
+    if not more_rows and programs[0] != programs[1]:
+        raise NotAlone("its update depends on the number of rows of a table")
+
+
+def _written(trace: Trace) -> Iterator[Any]:
+    """The operations of an update, with numbers; one that is that of the rows by its name."""
+    is_int = lambda a: np.issubdtype(np.result_type(a), np.integer)
+    known = lambda a: trace.whole.get(int(a), a) if is_int(a) else a
+    for op, *_ in trace.graph.walk():
+        numbers = [v.literal for v in op.ins if v.literal is not None and not v.shape]
+        yield op.name, [str(known(a)) for a in numbers]
+
+
 def trace_update(
     tx: optax.GradientTransformationExtraArgs,
     params: Any,
@@ -135,6 +170,7 @@ def trace_update(
     shards: Mapping[int, Shard],
     *,
     listed: bool = False,
+    more: int = 0,
 ) -> Trace:
     """Traces an update with tables of other numbers of rows.
 
@@ -145,14 +181,15 @@ def trace_update(
         extra_args: of the update.
         shards: of those tables that are sharded, inside of ``shard_map`` over their axes.
         listed: whether ids may repeat; each operation on rows is then one of the graph.
+        more: how many numbers of rows to leave out.
     """
     leaves, treedef = jax.tree.leaves(params, is_leaf=is_lines), jax.tree.structure(params)
     taken = {d for x in leaves for d in x.shape}
     # As many rows as there are: an optimizer may choose by size.
     start = max([11, *(leaves[i].shape[0] for i in tables)])
     sizes = (p for p in primes(start) if p not in taken)
-    of_table = {i: next(sizes) for i in tables}
     of_gradient = {i: next(sizes) for i in tables}
+    of_table = {i: next(sizes) for i in more * [*tables] + [*tables]}
     struct = lambda x, n=None: jax.ShapeDtypeStruct(
         x.shape if n is None else (n, *x.shape[1:]), x.dtype
     )
@@ -189,8 +226,11 @@ def trace_update(
     )
 
 
-def _check_alone(trace: Trace, more_rows: Set[str] = frozenset()) -> None:
-    """Raises :class:`NotAlone` unless each touched row is updated by itself, and no other."""
+def _check_alone(trace: Trace, more_rows: Set[str] = frozenset(), *, sums: bool = False) -> None:
+    """Raises :class:`NotAlone` unless each touched row is updated by itself, and no other.
+
+    With ``sums`` it may depend on a sum over the touched rows.
+    """
     if trace.moved:
         raise NotAlone(f"it moves all rows of table '{trace.moved[0]}'")
     for op, top, *_ in trace.graph.walk():
@@ -200,6 +240,8 @@ def _check_alone(trace: Trace, more_rows: Set[str] = frozenset()) -> None:
         if op.name == "concatenate" and touched and touched <= more_rows:
             continue  # what it is used for is known from one round
         sizes = [size for v in (*op.ins, *op.outs) for size in row_axes(v, trace.whole)]
+        if sums and not sizes and op.name in _SUMS:
+            continue
         if not sizes:
             _check_rows(op, top, trace.touched)
         elif not _is_row_access(op):
@@ -238,6 +280,8 @@ def _check_shards(trace: Trace) -> None:
         raise NotAlone("an update or a part of the state depends on the rows of one shard alone")
 
 
+# The order of rows does not matter to them; they lose the axis, or another one.
+_SUMS = {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"}
 _MERGES = {"rows_merge", "rows_merge_in_place"}
 _ADDS = {"rows_add", "scatter-add", "scatter_add"}  # to the first operand; rows are the third
 _KEEPS = {Kind.SAME, Kind.MOVE}
