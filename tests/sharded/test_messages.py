@@ -60,6 +60,16 @@ def train(tx, steps, mesh=None, s=None, dtype=jnp.float32, **options):
 
 
 OPTIMIZERS = {
+    "mixed": optax.chain(
+        optzoo.clip_by_global_norm(0.1),
+        optzoo.param_groups(
+            {
+                "users": optzoo.lazy_adam(0.01),
+                "items|small": optzoo.caught_up(optzoo.adam(0.01, eps=1e-3), mask=".*"),
+                ".*": optzoo.adam(0.01, eps=1e-3),
+            }
+        ),
+    ),
     "lazy_adam": optax.chain(optzoo.clip_by_global_norm(0.1), optzoo.lazy_adam(0.01)),
     "groups": optzoo.param_groups(
         {
@@ -72,9 +82,11 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize(
     ("name", "parts", "factor", "kind", "axes"),
     [
+        ("mixed", 2, 0.01, "Explicit", ("data", "shard")),
         ("lazy_adam", 2, 0.01, "Explicit", ("data", "shard")),
         ("caught_up", 2, 0.01, "Auto", "shard"),
         ("groups", 4, None, "Auto", "shard"),
@@ -90,7 +102,7 @@ def test_parts_equal_the_whole_batch(name, parts, factor, kind, axes):
     s = optzoo.sharded.RowSharding(ROWS, n, axis_name=axes, multiple=64)
     params, state, value, aux = train(tx, range(3), mesh, s, parts=parts, capacity_factor=factor)
     wanted, one, expected, _ = train(tx, range(3))
-    if name == "caught_up":
+    if name in ("caught_up", "mixed"):
         params, state = optzoo.rows.catch_up(params, state)
         wanted, one = optzoo.rows.catch_up(wanted, one)
     np.testing.assert_allclose(value, expected, rtol=2e-6)
