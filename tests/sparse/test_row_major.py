@@ -480,3 +480,24 @@ def test_options_are_for_tpus_alone():
     assert optzoo.rows.compiler_options(optzoo.minimize(loss, tx), *args) == {}
     with pytest.raises(TypeError, match="step must be a function, got 3"):
         optzoo.rows.compiler_options(3, *args)
+
+
+def test_which_steps_exchange_arrays():
+    """Those with an all-to-all, also in a loop: they need an option of the compiler."""
+    mesh, at = jax.make_mesh((2,), ("shard",)), PartitionSpec("shard")
+    sharding, ids = optzoo.sharded.RowSharding(10, 2, multiple=1), jnp.arange(4)
+
+    def read(table, ids):
+        body = lambda total, i: (total + optzoo.sharded.lookup(table, i, sharding).sum(), None)
+        return jax.lax.scan(body, jnp.sum(table) * 0, ids[None])[0][None]
+
+    mapped = jax.shard_map(read, mesh=mesh, in_specs=(at, at), out_specs=at)
+    put = lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, at))
+    table = put(jnp.ones((sharding.stored_rows, 2)))
+    assert Needs.of(jax.jit(mapped).trace(table, put(ids))).exchanges
+    step, tx = (
+        optzoo.minimize(lambda x, ids: jnp.sum(x[ids]), optzoo.lazy_adam()),
+        optzoo.lazy_adam(),
+    )
+    x = jnp.ones((10, 2))
+    assert not Needs.of(step.trace(x, tx.init(x), ids)).exchanges
