@@ -3,9 +3,10 @@
     .venv/bin/python benchmarks/sharded.py [traffic rounds one many processes large] [--save]
 
 ``traffic``: the compiled step of ``lazy_adam`` on 1,048,576 x 64 rows, 4,096 ids a device, on 8 to
-64 devices of one process: the bytes that a device sends (ring algorithms; of ``sharded_minimize`` those of the
-first round), what has to be sent (the distinct rows of other owners and their gradients), and temporaries. ``auto`` is
-``optzoo.minimize`` under plain ``jit`` with a sharded table.
+64 devices of one process: the bytes that a device sends (ring algorithms; of ``sharded_minimize``
+those of the first round), what has to be sent (the distinct rows of other owners and their
+gradients), and temporaries. ``auto`` is ``optzoo.minimize`` under plain ``jit`` with a sharded
+table.
 
 ``rounds``: how many rounds random ids need, by NumPy.
 
