@@ -90,11 +90,11 @@ def sharded_minimize(
             less, whose rows are then written once. In several rounds gradients are sent twice.
         transport: the dtype in which rows and gradients are sent, such as ``jnp.bfloat16``; None
             for that of the table.
-        parts: into how many parts of equal size the batch of a device is divided. All read the
-            same rows, those before the update, and their gradients are summed for one update: the
-            result is that of one part, up to rounding. The rows and gradients of one part can be
-            sent while the loss of another one is computed, and messages are that many times as
-            many. It pays off where ``compile_report`` shows that a large network waits for them.
+        parts: into how many parts of equal size the batch of a device is divided; the mean of
+            their losses is minimized. All are read before one update for all of them: the result
+            is that of one part, up to rounding. The rows and gradients of one part can be sent
+            while the loss of another one is computed. It pays off where ``compile_report`` shows
+            that a large network waits for them.
         has_aux: whether ``loss_fn`` returns auxiliary data too.
         sparse: for the tables that are not sharded, as in :func:`optzoo.minimize`.
         min_rows: for the same, as in :func:`optzoo.minimize`.
