@@ -10,6 +10,7 @@ PACKAGE = pathlib.Path(optzoo.__file__).parent
 
 # Where each is tested: before it, at it and beyond it.
 TESTED = {
+    "compiled/hlo.py:NO_ESTIMATE": "compiled/test_hlo.py::test_cycles_beside_a_collective",
     "compiled/report.py:_SMALL": "compiled/test_report.py::test_the_smallest_table",
     "compiled/requirements.py:_SHARE": "compiled/test_report.py::test_five_percent_more",
     "core/lines.py:_LANES _WASTE": "sparse/test_lines.py::test_shapes",
@@ -43,6 +44,7 @@ TESTED = {
     ),
     "native/scratch.py:SUMMED": "native/test_pool.py::test_results_are_the_same_bits_on_all_pools",
     "native/tpu_kernel.py:_BLOCK": "native/test_tpu_kernel.py::test_numbers_of_ids",
+    "train/sharded.py:SMALL": "sharded/test_messages.py::test_small_messages_are_not_measured",
     "second_order/muon.py:MOST_STEPS": "second_order/test_muon.py::test_the_most_steps",
     "second_order/shampoo/refresh.py:CHUNK": "second_order/test_refresh.py::test_in_chunks",
     "second_order/shampoo/roots.py:TOLERANCE USABLE": (
