@@ -257,7 +257,7 @@ class ShardedTables(DeferredTables):
         specs = jax.tree.leaves((specs, mapped.state_specs))
         before, treedef = jax.tree.flatten((self.params, self.state))
 
-        def update(rows, leaves):
+        def update(rows, leaves, in_loop=False):
             """All parameters and slots, after those of some rows."""
             rows = zip(self.parts, rows, strict=True)
             gs = rest | {i: g.with_squares(squares.get(i)) for i, g in rows}
@@ -265,7 +265,8 @@ class ShardedTables(DeferredTables):
             if mapped.max_norm is not None:
                 gs = clipped_by_global_norm(gs, mapped.max_norm)
             params, state = treedef.unflatten(leaves)
-            return jax.tree.leaves(self._update_once(params, state, gs, extra_args))
+            after = self._update_once(params, state, gs, extra_args, in_loop=in_loop)
+            return jax.tree.leaves(after)
 
         # A further round changes rows alone. All else starts from the same values in each of them.
         by_rows = [k for k, spec in enumerate(specs) if any(spec)]
@@ -274,7 +275,7 @@ class ShardedTables(DeferredTables):
         ]
 
         def further(rows, changed):
-            leaves = update(rows, with_rows(before, changed))
+            leaves = update(rows, with_rows(before, changed), in_loop=True)
             return [leaves[k] for k in by_rows]
 
         after = update(arrived.first, before)
@@ -282,7 +283,13 @@ class ShardedTables(DeferredTables):
         return treedef.unflatten(with_rows(after, changed))
 
     def _update_once(
-        self, params: Any, state: Any, grads: Any, extra_args: Mapping[str, Any]
+        self,
+        params: Any,
+        state: Any,
+        grads: Any,
+        extra_args: Mapping[str, Any],
+        *,
+        in_loop: bool,
     ) -> tuple[Any, Any]:
         """The parameters and the state after the update of the rows of a round."""
         gs = self.treedef.flatten_up_to(grads)
@@ -294,7 +301,7 @@ class ShardedTables(DeferredTables):
             catch_up = lambda i, t: by_ids(t, gs[i].indices) if i in self.parts else t
             f = lambda params, state: self._map(params, state, catch_up)
             params, state = self.model.run(f, params, state)
-        return self.model.apply(params, state, grads, extra_args)
+        return self.model.apply(params, state, grads, extra_args, in_loop=in_loop)
 
     def _check_update(self, extra_args: Mapping[str, Any], is_round: bool) -> set[int]:
         """The tables whose sums of squares are needed before the first of several rounds.

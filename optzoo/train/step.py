@@ -70,14 +70,26 @@ class Model(NamedTuple):
             check_differentiable(x, f"parameter '{path_name(path)}'")
 
     def apply(
-        self, params: Any, state: Any, grads: Any, extra_args: Mapping[str, Any]
+        self,
+        params: Any,
+        state: Any,
+        grads: Any,
+        extra_args: Mapping[str, Any],
+        *,
+        in_loop: bool = False,
     ) -> tuple[Any, Any]:
-        """The parameters and the state after an update, which is final."""
+        """The parameters and the state after an update, which is final.
+
+        In a loop XLA for GPUs would compute the update of a table from its slots after these have
+        changed, and copy them for that.
+        """
         update = functools.partial(self.tx.update, grads, state, params)
         check_all_read(self.tx, update, extra_args)
 
         def apply(params, state):
             updates, after = final_update(self.tx, grads, state, params, extra_args)
+            if in_loop:
+                updates = _first_on_gpus(updates)
             return optax.apply_updates(params, updates), after
 
         return self.run(apply, params, state)
@@ -173,7 +185,7 @@ class Tables:
         grads = self.treedef.unflatten(of_batch.of_leaves)
         params = self.params
         if any(map(is_rows, of_batch.of_leaves)):
-            params, grads = _in_this_order(params, grads)
+            params, grads = _first_on_gpus((params, grads))
         extra_args = self.arguments(of_batch.value, extra_args)
         return *self.model.apply(params, self.state, grads, extra_args), of_batch.value
 
@@ -229,17 +241,15 @@ def _check_ids(loss: Loss, flat: Sequence[Array]) -> None:
         )
 
 
-def _in_this_order(params: Any, grads: Any) -> tuple[Any, Any]:
-    """The same; on GPUs all gradients are computed before a table changes.
+def _first_on_gpus(tree: Any) -> Any:
+    """The same; on GPUs all of it is computed before a table changes.
 
     XLA for GPUs would repeat the gather of a lookup inside of the gradient of another parameter,
     after the update of the table, and copy the table for that. On TPUs this costs cycles. Where
     no gradient has rows it would let XLA divide the parameters as a divided state is.
     """
     barrier = jax.lax.optimization_barrier
-    return jax.lax.platform_dependent(
-        (params, grads), cuda=barrier, rocm=barrier, default=lambda both: both
-    )
+    return jax.lax.platform_dependent(tree, cuda=barrier, rocm=barrier, default=lambda same: same)
 
 
 def report_reads(name: str, sparse: Sparse) -> None:
