@@ -116,6 +116,7 @@ def test_parts_equal_the_whole_batch(name, parts, factor, kind, axes):
     np.testing.assert_array_equal(aux["ids"].reshape(-1), ids["users"])
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_sum_over_parts_is_rounded_once(dtype):
     """Of a layer, of replicated and of sharded rows: sums of parts that are no 16-bit numbers."""
@@ -175,6 +176,7 @@ def large():
     )
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize("exponent", [1.05, "one id", 0.0, 0.8, 1.2])
 def test_messages_have_room_for_the_first_batch(exponent):
     """A little more than it needs; at most as ids at random need, at least a quarter of that.
@@ -196,6 +198,7 @@ def test_messages_have_room_for_the_first_batch(exponent):
     assert (found == least) == (exponent in ("one id", 1.2))
 
 
+@pytest.mark.unique
 def test_later_batches_may_need_more():
     """They are sent in further rounds; nothing is measured or compiled again."""
     make, all_ids = large(), [draw(1.2, 0), draw(0.0, 1), draw(0.8, 2)]
