@@ -89,7 +89,8 @@ class Model(NamedTuple):
         def apply(params, state):
             updates, after = final_update(self.tx, grads, state, params, extra_args)
             if in_loop:
-                updates = _first_on_gpus(updates)
+                # One by one: JAX 0.10 has one type for all results of a barrier in a shard_map.
+                updates = jax.tree.map(_first_on_gpus, updates)
             return optax.apply_updates(params, updates), after
 
         return self.run(apply, params, state)
