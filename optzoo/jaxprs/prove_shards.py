@@ -134,7 +134,7 @@ def prove_in_cache(
     extra_args: Mapping[str, Any],
     more_rows: Set[str],
 ) -> None:
-    """Raises :class:`NotAlone` unless the touched rows alone decide what becomes of them.
+    """Raises :class:`NotAlone` unless the updates of touched rows depend on these rows alone.
 
     Then a table of some of the rows, with all that are touched, has the same updates. Unlike in
     :func:`prove_alone` a row may depend on all touched rows, such as on their norm. The arguments

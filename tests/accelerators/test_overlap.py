@@ -74,7 +74,7 @@ def test_without_the_option_a_tpu_waits():
 
 
 def lookups(device, width=128, rows=16_384, ids=4096):
-    """A step of one's own with a sharded table and a network that needs its rows."""
+    """A step, written by hand, with a sharded table and a network that needs its rows."""
     devices = optzoo.compiled.devices_of(device)
     mesh, n = Mesh(np.array(devices), ("shard",)), len(devices)
     sharding, by_rows = optzoo.sharded.RowSharding(rows, n), PartitionSpec("shard")
