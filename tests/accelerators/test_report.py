@@ -1,6 +1,7 @@
 """What ``compile_report`` says of programs for TPUs and GPUs that are not there."""
 
 import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
