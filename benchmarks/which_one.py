@@ -8,12 +8,16 @@ state of the programs that ``make facts`` compiles (``tests/accelerators/facts/f
 import json
 import pathlib
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from optzoo.catalog import CATALOG
 from optzoo.race import summary
 
 ROOT = pathlib.Path(__file__).parents[1]
 SHOWN = 12
+MATRIX, TABLE = (512, 512), (1_000_000, 64)  # whose state is shown
 TPU, GPU = "v5e:2x2", "h100"
 
 
@@ -48,9 +52,12 @@ def _names(group):
     return f"`{first}`{same}"
 
 
-def _state(document, name):
-    values = [r["state bytes per parameter"] for r in document["results"] if r["optimizer"] == name]
-    return f"{min(values):.2g}"
+def _state(name, shape):
+    """Bytes of state for each element of a float32 array."""
+    array = jax.ShapeDtypeStruct(shape, jnp.float32)
+    entry = CATALOG[name]
+    state = jax.eval_shape(entry.make(entry.rate).init, {"w": array})
+    return f"{sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / array.size:.2g}"
 
 
 def _ratio(value, base):
@@ -75,7 +82,7 @@ def dense():
     for group, place in _first(document):
         name = group[0]
         cells = [_names(group), f"{place:.1f}", _ratio(seconds(name), seconds("adam"))]
-        cells += [_state(document, name), _ratio(moved(name), moved("adam"))]
+        cells += [_state(name, MATRIX), _ratio(moved(name), moved("adam"))]
         cells += [_ratio(kept(name), kept("adam"))]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -96,7 +103,7 @@ def tables():
         rows = 1e6 * _of(document, name, "seconds per step")
         whole = 1e6 * _of(document, name, "seconds per dense step")
         cells = [_names(group), f"{place:.0f}", f"{rows:,.0f}", f"{whole:,.0f}"]
-        cells += [_state(document, name)]
+        cells += [_state(name, TABLE)]
         cells += [f"{tpu['bytes'] / 1e6:,.0f}" if "bytes" in tpu else "-"]
         cells += [f"{gpu['temporaries'] / 1e6:,.0f}" if gpu else "-"]
         lines.append(f"| {' | '.join(cells)} |")
