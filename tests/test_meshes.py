@@ -341,6 +341,7 @@ INJECTED = {
 }
 
 
+@pytest.mark.unique
 @NARROW
 @pytest.mark.parametrize("is_set", [True, False])
 @pytest.mark.parametrize(

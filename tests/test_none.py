@@ -8,32 +8,45 @@ import pytest
 
 import optzoo
 
+from .selection import chosen_first
 from .test_boxes import BOXES, IN_PARTS, boxed, program
 from .test_meshes import ALL
 
 OPTIMIZERS = ALL | IN_PARTS
 
 
+def alone(tx):
+    return tx
+
+
+def in_groups(tx):
+    """Each group has one of the two None, and sees none of the other one."""
+    groups = {"table|activation": tx, "bias|layers/.*": optzoo.momentum(0.1, 0.9)}
+    return optzoo.param_groups(groups | {".*": optzoo.adam(0.1)})
+
+
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("name", ALL)
-def test_none_among_the_parameters(name, native):
+@pytest.mark.parametrize("group", [alone, in_groups])
+@pytest.mark.parametrize("name", chosen_first(ALL, ["caught_up"]))
+def test_none_among_the_parameters(name, group, native):
     """All is as without it."""
-    tx = ALL[name]
+    tx = group(ALL[name])
     x = {"table": jnp.cos(jnp.arange(32.0)).reshape(8, 4), "bias": jnp.ones(4)}
 
-    def loss(params, batch):
-        return jnp.mean((batch @ params["table"] + params["bias"][None]) ** 2)
+    def loss(params, ids):
+        return jnp.mean((params["table"][ids] + (params["bias"] * params["scale"])[None]) ** 2)
 
     def train(params):
         state = tx.init(params)
-        grads = jax.grad(loss)(params, jnp.ones((2, 8)))
+        grads = jax.grad(loss)(params, jnp.array([1, 2]))
         updates, state = jax.jit(tx.update)(grads, state, params)
         params = optax.apply_updates(params, updates)
-        step = optzoo.minimize(loss, tx, native=native)
+        step = optzoo.minimize(loss, tx, native=native, sparse="allow", min_rows=1)
         for _ in range(2):
-            params, state, value = step(params, state, jnp.ones((2, 8)))
+            params, state, value = step(params, state, jnp.array([5, 2]))
         return params, value
 
+    x["scale"] = jnp.ones(4)
     got, value = train(x | {"activation": None, "layers": [None, {}]})
     want, expected = train(x)
     assert got.pop("activation") is None and got.pop("layers") == [None, {}]

@@ -110,27 +110,29 @@ class Boxes:
 
     Args:
         updates: the tree. SparseRows are leaves.
-        none: whether None is one, also in a box: a missing gradient.
+        none: whether None is one, also in a box: a missing gradient. Otherwise what is in its place
+            in other trees is no slot: None, or ``optax.MaskedNode`` in a group.
     """
 
     def __init__(self, updates: Any, *, none: bool = True):
-        stop = _is_leaf if none else lambda x: _is_leaf(x) and content(x) is not None
-        self.nodes, self.treedef = jax.tree.flatten(updates, is_leaf=stop)
+        nodes, self.treedef = jax.tree.flatten(updates, is_leaf=_is_leaf)
+        self._kept = [i for i, x in enumerate(nodes) if none or content(x) is not None]
+        self.nodes = [nodes[i] for i in self._kept]
         self.contents = list(map(content, self.nodes))  # the gradients
 
     def slots(self, tree: Any) -> list[Any]:
         """The slots of a tree, without boxes; ``ValueError`` if it is of other parameters."""
-        return [content(x) if is_same else x for x, is_same in self._pairs(tree)]
+        found = self.treedef.flatten_up_to(tree)
+        pairs = [(found[i], g) for i, g in zip(self._kept, self.nodes, strict=True)]
+        return [content(x) if type(x) is type(g) else x for x, g in pairs]
 
     def refilled(self, tree: Any, values: Any) -> Any:
         """The tree with other slots."""
-        pairs = zip(self._pairs(tree), values, strict=True)
-        return self.treedef.unflatten([refilled(x, v) if same else v for (x, same), v in pairs])
-
-    def _pairs(self, tree: Any) -> list[tuple[Any, bool]]:
-        """What is in the place of each gradient, and whether it is a box of the same class."""
         found = self.treedef.flatten_up_to(tree)
-        return [(x, type(x) is type(g)) for x, g in zip(found, self.nodes, strict=True)]
+        for i, g, value in zip(self._kept, self.nodes, values, strict=True):
+            # A slot is in a box of the same class, or alone.
+            found[i] = refilled(found[i], value) if type(found[i]) is type(g) else value
+        return self.treedef.unflatten(found)
 
 
 def _is_leaf(x: Any) -> bool:

@@ -85,6 +85,7 @@ class Interrupted:
         return self.future.exception()
 
 
+@pytest.mark.unique
 def test_an_interrupt_while_a_plan_is_awaited():
     *want, _ = ordinary(adam())
     store, params, state = begun()

@@ -289,6 +289,7 @@ def test_averages_begin_anew(slots):
     assert largest(optzoo.get_slot(mine, "momentum"), trace) == 0
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize("name", ["adam", "momentum"])
 def test_deferred_rows_are_current(name):
     start, gradients = problem()

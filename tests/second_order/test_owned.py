@@ -333,6 +333,7 @@ def test_messages_do_not_grow_with_layers():
     assert sent[0]["all-to-all"] == 4 and "all-gather" not in sent[0]
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_staggered_refreshes_are_those_of_each_owner(kind, x64):
     """With one matrix on a device these are as without owners and other matrices."""

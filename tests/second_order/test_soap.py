@@ -230,6 +230,7 @@ def after(g, steps=4):
     return jnp.sum(jnp.sin(jnp.cumsum(updates) / 10))
 
 
+@pytest.mark.unique
 def test_kl_statistics_by_their_formula(x64):
     """Of each step from the state before it; the eigenvalues of the second array are the least."""
     rng = np.random.default_rng(0)

@@ -1,5 +1,7 @@
 """How large messages are, when they are sent, and batches in several parts."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +61,21 @@ def train(tx, steps, mesh=None, s=None, dtype=jnp.float32, **options):
     return params, state, value, aux
 
 
+class Slots(NamedTuple):
+    m: Any
+
+
+def of_a_user(g, x, s, t):
+    """A rule that no optimizer here has."""
+    m = 0.9 * s.m + 0.1 * g
+    return m / (1 + jnp.abs(m)), Slots(m)
+
+
 OPTIMIZERS = {
+    "of a user": optax.chain(
+        optzoo.rules.leafwise(of_a_user, slots=Slots(m=optzoo.rules.zeros)),
+        optzoo.transforms.scale_by_learning_rate(0.1),
+    ),
     "mixed": optax.chain(
         optzoo.clip_by_global_norm(0.1),
         optzoo.param_groups(
@@ -89,6 +105,7 @@ OPTIMIZERS = {
         ("mixed", 2, 0.01, "Explicit", ("data", "shard")),
         ("lazy_adam", 2, 0.01, "Explicit", ("data", "shard")),
         ("caught_up", 2, 0.01, "Auto", "shard"),
+        ("of a user", 2, 0.01, "Explicit", ("data", "shard")),
         ("groups", 4, None, "Auto", "shard"),
         ("lazy_adam", 8, 0.3, "Auto", "shard"),
         ("groups", 2, 0.01, "Explicit", "shard"),
@@ -114,6 +131,38 @@ def test_parts_equal_the_whole_batch(name, parts, factor, kind, axes):
     assert aux["error"].shape == (8 * parts,)
     ids, _ = batch(2, mesh)
     np.testing.assert_array_equal(aux["ids"].reshape(-1), ids["users"])
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("name", ["mixed", "groups", "lazy_adam"])
+@pytest.mark.usefixtures("several_rounds")
+def test_other_parts_after_a_checkpoint(name, kind):
+    """With None among the parameters, and ids of 64 bits from NumPy."""
+    mesh, tx = mesh_of(2, 4, kind=kind), OPTIMIZERS[name]
+    s = optzoo.sharded.RowSharding(ROWS, 8, axis_name=("data", "shard"), multiple=64)
+
+    def run(parts, none):
+        params, values = params_of(mesh, s) | none, []
+        state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
+        for first, number in zip((0, 2), parts, strict=True):
+            options = {"has_aux": True, "parts": number, "capacity_factor": 0.05}
+            tables = dict.fromkeys(("users", "items"), s)
+            step = optzoo.sharded_minimize(loss, tx, mesh, tables, **options)
+            for i in (first, first + 1):
+                ids, y = batch(i, mesh)
+                ids = {k: np.asarray(x, np.int64) for k, x in ids.items()}
+                params, state, value, _ = step(params, state, ids, y)
+                values.append(value)
+            saved, places = jax.device_get((params, state)), (params, state)
+            place = lambda x, old: jax.device_put(x, old.sharding)
+            params, state = jax.tree.map(place, saved, places)
+        return *optzoo.rows.catch_up(params, state), np.stack(values)
+
+    wanted, _, expected = run((1, 1), {})
+    params, _, values = run((2, 4), {"none": None})
+    assert params.pop("none") is None
+    np.testing.assert_allclose(values, expected, rtol=3e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), params, wanted)
 
 
 @pytest.mark.unique

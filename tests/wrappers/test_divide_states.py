@@ -356,6 +356,7 @@ def test_means_of_gradients_in_16_bits_are_rounded_once():
 # Models
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_around_a_clip_an_average_and_skipped_spikes(kind):
     """In a train step whose eighth batch is a spike; the state came from optax.
@@ -436,6 +437,7 @@ def test_an_nnx_model():
     assert model.kernel[...].sharding.is_fully_replicated
 
 
+@pytest.mark.unique
 def test_rows_of_a_table_beside_it():
     mesh = mesh_of("Auto")
     tx = optzoo.param_groups({"table": optzoo.lazy_adam(0.1), "w": optzoo.adam(0.1)})

@@ -237,6 +237,7 @@ def test_minimize_with_a_loss_that_is_given():
     chex.assert_trees_all_equal(x, START)
 
 
+@pytest.mark.unique
 def test_gathers_stay_sparse():
     """The trial update, which says whether the optimizer takes rows, has a loss too."""
     gather = lambda p, ids, scale: scale * jnp.mean(p["table"][ids] ** 2) + jnp.sum(p["w"] ** 2)
@@ -294,6 +295,7 @@ def test_the_optimizer_inside_gets_the_loss():
 # Accumulated gradients
 
 
+@pytest.mark.unique
 def test_around_accumulate_and_inside():
     arguments = {"window": 3, "min_values": 2, "deviations": 2.0, "on": "norm"}
     sgd, gs = optzoo.gradient_descent(1.0), [1.0, 1.5, 20.0, 1.0, 1.5, 1.0, 20.0, 1.5]
