@@ -142,7 +142,7 @@ def _chance(document: Document, found: Ranks, best: int, able: Sequence[int]) ->
     if near:
         names = _listed([label(found.contenders[i]) for i in near])
         return f"The seeds are too few to tell whether it is better than {names}."
-    return f"No other one is as good in more than {NOT_APART:.0%} of random draws of the seeds."
+    return f"It beat every other optimizer in at least {1 - NOT_APART:.0%} of the seed resamplings."
 
 
 def _by_time(document: Document, part: Document) -> list[str]:

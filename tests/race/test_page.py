@@ -153,7 +153,7 @@ def test_advice_is_computed():
         "On average its places are the best: 1 of 2 on p and 1 of 2 on q. "
         "Its best learning rate: 0.1."
     )
-    assert "No other one is as good in more than 5%" in others[1]
+    assert "at least 95% of the seed resamplings" in others[1]
     # Of the two, worse is the faster one, and the last on both problems.
     assert others[2].startswith(
         "For the least time to the target loss: worse, but it is the last of 2 on p and the last "

@@ -243,7 +243,7 @@ def test_command_runs_and_shows_a_leaderboard(tmp_path, capsys):
     # The first line is about the time, the last ones are the advice and the page.
     first = " ".join(shown.split("[0/2]")[0].split())
     assert first.startswith("2 runs, estimated time 0:00 minutes on two quiet cores")
-    assert "Ctrl-C keeps what is done" in first and "--quick" in first
+    assert "Finished runs survive Ctrl-C" in first and "--quick" in first
     advice, last = shown.rsplit("\n\n", 1)
     assert "For dense models begin with" in advice and last.endswith("out/index.html\n")
     assert (tmp_path / "out" / "valley.png").stat().st_size > 1000
