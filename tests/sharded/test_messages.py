@@ -166,7 +166,8 @@ def test_other_parts_after_a_checkpoint(name, kind):
 
 
 @pytest.mark.unique
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+# XLA leaves out a rounding to bfloat16 between two sums in one program.
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_a_sum_over_parts_is_rounded_once(dtype):
     """Of a layer, of replicated and of sharded rows: sums of parts that are no 16-bit numbers."""
     mesh, s = mesh_of(4), optzoo.sharded.RowSharding(ROWS, 4, multiple=16)
