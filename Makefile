@@ -100,4 +100,4 @@ $(VENV)/%.installed: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-matrix .venv-accelerators race site build dist
+	rm -rf .venv .venv-oldest .venv-matrix .venv-accelerators .venv-site race site build dist

@@ -323,8 +323,13 @@ def _entry(name: str, thing: Any, module: str) -> str:
         lines += [card, "", f".. image:: {picture}", "   :class: card-picture", f"   :alt: {words}"]
     # The pages of source code lead to the name in any module with names from that file.
     places = {n.rpartition(".")[0] for n, other in NAMES.items() if public.home(other) == module}
-    anchors = [f'   <span id="{p}.{last}"></span>' for p in sorted(places | {"optzoo"})]
-    anchors = [anchor for anchor in anchors if f'"{name}"' not in anchor]
+    methods = [m for m in vars(thing) if m[0] != "_"] if inspect.isclass(thing) else []
+    anchors = [
+        f'   <span id="{".".join([place, last, *method])}"></span>'
+        for place in sorted(places | {"optzoo"})
+        if f"{place}.{last}" != name
+        for method in [(), *((m,) for m in methods)]
+    ]
     if anchors:
         lines += ["", ".. raw:: html", "", *anchors]
     lines.append("")

@@ -244,8 +244,8 @@ class _Screen:
             self._print(
                 f"{runs} runs, estimated time {_minutes(progress.seconds_left)} minutes on two "
                 f"quiet cores, up to {_minutes(_BUSY * progress.seconds_left)} on busy ones. "
-                "Finished runs survive Ctrl-C, and the same command resumes. --quick, or fewer names "
-                "after --problem and --optimizers, shorten it."
+                "Finished runs survive Ctrl-C, and the same command resumes. --quick, or fewer "
+                "names after --problem and --optimizers, shorten it."
             )
 
     def leaderboard(self, document: Any) -> None:
