@@ -3,8 +3,6 @@
 import html
 import json
 import pathlib
-import re
-import tomllib
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,6 @@ import public
 
 import optzoo
 
-HERE = pathlib.Path(__file__).parent
 TABLE = jax.ShapeDtypeStruct((1000, 64), jnp.float32)
 FAMILIES = {
     "first_order": "First order",
@@ -52,10 +49,7 @@ def write(source: pathlib.Path, cache: pathlib.Path) -> None:
         device=times["machine"]["processor"],
         cores=times["machine"]["cores"],
     )
-    when = tomllib.loads((HERE / "when.toml").read_text())
-    if when.keys() != optzoo.CATALOG.keys():
-        wrong = sorted(when.keys() ^ optzoo.CATALOG.keys())
-        raise ValueError(f"when.toml needs one line for each optimizer: see {', '.join(wrong)}")
+    when = pages.when_to_use()
     for family, title in FAMILIES.items():
         names = [n for n, entry in optzoo.CATALOG.items() if entry.family == family]
         cards = "\n".join(card(n, when[n], times["cases"]["resnet50"].get(n)) for n in names)
@@ -69,12 +63,13 @@ def state_bytes(entry: optzoo.catalog.Entry) -> str:
     return f"{state:.2f}".rstrip("0").rstrip(".") if state >= 0.005 else "0"
 
 
-def card(name: str, when: str, time: dict | None) -> str:
+def card(name: str, when: tuple[str, str], time: dict | None) -> str:
     """The card of an optimizer, as Markdown."""
     entry = optzoo.CATALOG[name]
     what = (entry.factory.__doc__ or "").splitlines()[0].split(", as in")[0].rstrip(".")
     facts = {
-        "When to take it": re.sub(r"\bblocked_shampoo\b", "`blocked_shampoo`", when),
+        "When to use it": when[0],
+        "When not": when[1],
         "Original": f"`{entry.original}`" if entry.original else "optzoo",
         "Rows": f"{{py:func}}`{entry.rows} <optzoo.rules.{entry.rows}>`",
         "State": f"{state_bytes(entry)} bytes for each parameter",

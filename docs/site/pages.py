@@ -1,11 +1,13 @@
 """The source of the site: a copy of the pages, and those made from notebooks and docstrings."""
 
 import base64
+import functools
 import importlib
 import inspect
 import json
 import pathlib
 import re
+import tomllib
 from typing import Any
 
 import public
@@ -309,6 +311,16 @@ def _toctree(caption: str, pages: list[str]) -> str:
     return "\n".join([*head, *(f"   {page}" for page in pages)]) + "\n"
 
 
+@functools.cache
+def when_to_use() -> dict[str, tuple[str, str]]:
+    """For each optimizer when to use it, and when not, as Markdown."""
+    lines = tomllib.loads((pathlib.Path(__file__).parent / "when.toml").read_text())
+    if lines.keys() != optzoo.CATALOG.keys():
+        wrong = ", ".join(sorted(lines.keys() ^ optzoo.CATALOG.keys()))
+        raise ValueError(f"when.toml needs one line for each optimizer: see {wrong}")
+    return {name: (use, avoid) for name, (use, avoid) in lines.items()}
+
+
 def _entry(name: str, thing: Any, module: str) -> str:
     """The page of one public name."""
     short = name.removeprefix("optzoo.")
@@ -318,8 +330,11 @@ def _entry(name: str, thing: Any, module: str) -> str:
         entry = optzoo.CATALOG[last]
         original = f"Original: ``{entry.original}``" if entry.original else "Of optzoo"
         card = f"{original} · rows: :func:`optzoo.rules.{entry.rows}` · :doc:`/gallery`"
+        card += " · :doc:`the race </docs/race>` · :doc:`which one? </docs/which_one>`"
         picture = f"/_pictures/{last}.svg"
         words = f"{last} in a valley, its loss by step, and its loss by learning rate"
+        use, avoid = (text.replace("`", "``") for text in when_to_use()[last])
+        lines += [f"**When to use it:** {use}", "", f"**When not:** {avoid}", ""]
         lines += [card, "", f".. image:: {picture}", "   :class: card-picture", f"   :alt: {words}"]
     # The pages of source code lead to the name in any module with names from that file.
     places = {n.rpartition(".")[0] for n, other in NAMES.items() if public.home(other) == module}
