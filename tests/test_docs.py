@@ -115,8 +115,8 @@ def test_the_readme_is_short_and_counts_right():
     originals = sum(entry.original is not None for entry in catalog.CATALOG.values())
     many, others = len(catalog.CATALOG), len(catalog.CATALOG) - originals
     words = " ".join(text.split())
-    assert f"There are {many} optimizers. For {originals} of them" in words
-    assert f"The other {others} have no original" in words
+    assert f"Of {many} optimizers, {originals} have an original" in words
+    assert f"The other {others} follow papers" in words
     assert f"Against {counts.COUNTS[0][1]()} recorded runs" in words
     assert len(text.splitlines()) <= 115
 

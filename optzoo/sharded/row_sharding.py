@@ -157,8 +157,8 @@ class RowSharding:
 def measured_capacity(s: RowSharding, num_ids: int, most: int) -> int:
     """The number of rows that one device asks of each owner at once, by the ids of a batch.
 
-    It is a little more than that batch needs, at most what ids at random need, and at least a
-    quarter of that: the batch may be an unusual one.
+    It is a little more than that batch needs, at most the capacity of a factor of 1.0, which random
+    ids need, and at least that of a factor of 0.25: the batch may be an unusual one.
 
     Args:
         s: of the table.

@@ -78,13 +78,14 @@ def sharded_minimize(
         mesh: its axes that a table is not sharded over are data-parallel.
         tables: by a pattern of names (:func:`optzoo.param_groups`) its sharding.
             All other parameters are replicated, small tables by choice.
-        capacity_factor: the room of a message: a multiple of the average number of ids for an
-            owner, as in :func:`optzoo.sharded.lookup`; None for one round for any ids, with
-            messages and memory ``num_shards`` times as large. With ``"auto"`` the first call
-            counts the distinct ids of its batch, on all devices, and messages have a little more
-            room than these need (``n + 2 sqrt(n)`` rows), between a quarter of the average number
-            of ids and all of it. Where nothing is called, as in ``compile_report``, and for
-            messages of at most 128 rows, it is 1.0.
+        capacity_factor: the capacity of a message: a multiple of the average number of ids for an
+            owner, with a margin, as in :func:`optzoo.sharded.lookup`; None for one round for any
+            ids, with messages and memory ``num_shards`` times as large. With ``"auto"`` the first
+            call finds ``n``, the most distinct ids of its batch that a device requests from one
+            owner. The capacity is then ``n + 2 sqrt(n)`` rows, at least that of a factor of 0.25
+            and at most that of 1.0, which suffices for random ids. Messages of at most 128 rows
+            use 1.0. ``compile_report``, and a step inside another program, use the capacity
+            measured in a call with the same shapes, or else 1.0.
         max_norm: clips the global norm of all gradients, as :func:`optzoo.clip_by_global_norm`
             at the start of ``tx`` does. It costs the same, but around :func:`optzoo.caught_up`
             less, whose rows are then written once. In several rounds gradients are sent twice.
