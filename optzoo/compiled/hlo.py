@@ -26,6 +26,7 @@ _IN_PLACE = {
     *("while", "conditional", "call", "after-all", "add-dependency"),
     *("scatter", "dynamic-update-slice"),
 }
+_CALLS_IN_PLACE = ("output_to_operand_aliasing=", 'custom_call_target="ConcatBitcast"')
 # The names of fusions that begin and end a collective on TPUs.
 _START, _DONE = "async-collective-start", "async-collective-done"
 NO_ESTIMATE = 2**62  # of so many cycles or more, where the compiler has none
@@ -43,6 +44,7 @@ class Instruction:
     operands: tuple[str, ...]  # names
     attributes: str
     is_root: bool
+    on_chip: bool = False  # whether an array of the result, or what is copied, is in VMEM of a TPU
 
     @functools.cached_property
     def bodies(self) -> Mapping[str, tuple[str, ...]]:
@@ -201,7 +203,8 @@ class Program:
         """How many arrays of so many bytes an operation makes in memory of their own.
 
         Those that lie where an operand lies are not counted: updates of rows, and results that take
-        the memory of an argument that the operation reads.
+        the memory of an argument that the operation reads. Nor are the copies between the memory of
+        a TPU and its VMEM: the operation that computes the array is counted.
         """
         if self._is_in_place(operation):
             return 0
@@ -209,8 +212,10 @@ class Program:
         return max(0, large - self._reused.get(operation.name, 0))
 
     def _is_in_place(self, operation: Instruction) -> bool:
-        if operation.opcode == "custom-call":
-            return "output_to_operand_aliasing=" in operation.attributes
+        if operation.opcode == "custom-call":  # the second one joins slices that were copied
+            return any(sign in operation.attributes for sign in _CALLS_IN_PLACE)
+        if operation.opcode in ("copy-start", "slice-start") and operation.on_chip:
+            return True
         if operation.opcode != "fusion":
             # An operation that runs beside others makes its result where it starts.
             return operation.opcode in _IN_PLACE or operation.opcode.endswith(("-update", "-done"))
@@ -264,7 +269,16 @@ def _operation(line: str) -> Instruction | None:
         # Beside the results stand the operands, and numbers that identify it.
         arrays = [(dtype, size) for dtype, size in arrays[len(operands) :] if size > 4]
     dtypes, sizes = tuple(dtype for dtype, _ in arrays), tuple(size for _, size in arrays)
-    return Instruction(head[2], opcode, sizes, dtypes, tuple(operands), attributes, bool(head[1]))
+    return Instruction(
+        head[2],
+        opcode,
+        sizes,
+        dtypes,
+        tuple(operands),
+        attributes,
+        bool(head[1]),
+        "S(1)}" in result,
+    )
 
 
 def _split_type(text: str) -> tuple[str, str]:
