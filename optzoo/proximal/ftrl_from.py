@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -16,6 +15,7 @@ import optax
 from ..core.checks import check_choice, check_not_negative
 from ..core.initial_values import InitialValueWarning
 from ..core.optimizer import Optimizer, about_of
+from ..core.warn import warn
 from .ftrl import ftrl
 
 Dialect = Literal["tf1", "keras", "sparsecore", "dynamicemb"]
@@ -186,14 +186,13 @@ def _warning_of_replaced_values(
 
     def init(params):
         if any(map(_is_known_not_zero, jax.tree.leaves(params))):
-            warnings.warn(
+            warn(
                 "FTRL computes the parameters from its slots alone. With "
                 f"initial_accumulator_value={n} and beta={beta} an element whose first gradient is "
                 f"0.01 keeps {kept:.2g} of its initial value. Start from zeros, or take 0 for both "
                 "to keep initial values; warnings.simplefilter('ignore', "
                 "optzoo.InitialValueWarning) silences this",
                 InitialValueWarning,
-                stacklevel=2,
             )
         return tx.init(params)
 
