@@ -18,7 +18,8 @@ from ..core.checks import (
     check_size,
 )
 from ..core.numerics import next_count, safe_divide, sqrt
-from ..core.optimizer import About, Optimizer
+from ..core.optimizer import About, Optimizer, recorded
+from ..core.short import short_repr
 from ..core.warn import warn
 from ..rules.leafwise import leafwise
 from ..rules.learning_rate import row_wise
@@ -53,7 +54,10 @@ class MaxCounterState(NamedTuple):
     max_counter: Array
     inner: Any
 
+    __repr__ = short_repr
 
+
+@recorded
 def counter_row_wise_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     eps: float = 1e-8,

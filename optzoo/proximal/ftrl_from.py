@@ -14,13 +14,14 @@ import optax
 
 from ..core.checks import check_choice, check_not_negative
 from ..core.initial_values import InitialValueWarning
-from ..core.optimizer import Optimizer, about_of
+from ..core.optimizer import Optimizer, about_of, recorded
 from ..core.warn import warn
 from .ftrl import ftrl
 
 Dialect = Literal["tf1", "keras", "sparsecore", "dynamicemb"]
 
 
+@recorded
 def ftrl_from(dialect: Dialect, **arguments: Any) -> optax.GradientTransformationExtraArgs:
     r""":func:`optzoo.ftrl` by the arguments of another library, with its names and defaults.
 

@@ -15,6 +15,7 @@ import optax
 
 from ...core.checks import check_flags, check_not_negative, check_positive, check_rate
 from ...core.numerics import wide_dtype
+from ...core.optimizer import recorded
 from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ...core.warn import warn
 from ...first_order.adagrad_eps import adagrad_eps
@@ -46,6 +47,7 @@ _NEVER = 2**31 - 1  # updates
 Transformation = optax.GradientTransformationExtraArgs
 
 
+@recorded
 def fbgemm_optimizer(
     optimizer: Any,
     *,
