@@ -26,7 +26,7 @@ _IN_PLACE = {
     *("while", "conditional", "call", "after-all", "add-dependency"),
     *("scatter", "dynamic-update-slice"),
 }
-_CALLS_IN_PLACE = ("output_to_operand_aliasing=", 'custom_call_target="ConcatBitcast"')
+_IN_VMEM = "S(1)}"  # the end of a layout
 # The names of fusions that begin and end a collective on TPUs.
 _START, _DONE = "async-collective-start", "async-collective-done"
 NO_ESTIMATE = 2**62  # of so many cycles or more, where the compiler has none
@@ -44,7 +44,7 @@ class Instruction:
     operands: tuple[str, ...]  # names
     attributes: str
     is_root: bool
-    on_chip: bool = False  # whether an array of the result, or what is copied, is in VMEM of a TPU
+    moves: str = ""  # of a copy that is begun: "to VMEM" or "from VMEM", the fast memory of a TPU
 
     @functools.cached_property
     def bodies(self) -> Mapping[str, tuple[str, ...]]:
@@ -203,8 +203,8 @@ class Program:
         """How many arrays of so many bytes an operation makes in memory of their own.
 
         Those that lie where an operand lies are not counted: updates of rows, and results that take
-        the memory of an argument that the operation reads. Nor are the copies between the memory of
-        a TPU and its VMEM: the operation that computes the array is counted.
+        the memory of an argument that the operation reads. What begins and ends apart is counted
+        where it begins.
         """
         if self._is_in_place(operation):
             return 0
@@ -212,10 +212,8 @@ class Program:
         return max(0, large - self._reused.get(operation.name, 0))
 
     def _is_in_place(self, operation: Instruction) -> bool:
-        if operation.opcode == "custom-call":  # the second one joins slices that were copied
-            return any(sign in operation.attributes for sign in _CALLS_IN_PLACE)
-        if operation.opcode in ("copy-start", "slice-start") and operation.on_chip:
-            return True
+        if operation.opcode == "custom-call":
+            return "output_to_operand_aliasing=" in operation.attributes
         if operation.opcode != "fusion":
             # An operation that runs beside others makes its result where it starts.
             return operation.opcode in _IN_PLACE or operation.opcode.endswith(("-update", "-done"))
@@ -269,15 +267,11 @@ def _operation(line: str) -> Instruction | None:
         # Beside the results stand the operands, and numbers that identify it.
         arrays = [(dtype, size) for dtype, size in arrays[len(operands) :] if size > 4]
     dtypes, sizes = tuple(dtype for dtype, _ in arrays), tuple(size for _, size in arrays)
+    moves = ""
+    if opcode == "copy-start" and _IN_VMEM in result:  # the result stands before the operand
+        moves = "to VMEM" if _IN_VMEM in result.partition("]")[2].partition("[")[0] else "from VMEM"
     return Instruction(
-        head[2],
-        opcode,
-        sizes,
-        dtypes,
-        tuple(operands),
-        attributes,
-        bool(head[1]),
-        "S(1)}" in result,
+        head[2], opcode, sizes, dtypes, tuple(operands), attributes, bool(head[1]), moves
     )
 
 

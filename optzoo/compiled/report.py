@@ -474,7 +474,7 @@ def _large(program: Program, at_least: int) -> Iterator[LargeOperation]:
     for operation, in_loop in program.operations():
         number = program.new_arrays(operation, at_least)
         if number:
-            kind = operation.opcode.removesuffix("-start")
+            kind = f"{operation.opcode.removesuffix('-start')} {operation.moves}".rstrip()
             yield LargeOperation(
                 f"{kind} {operation.name}" if kind in ("fusion", "custom-call") else kind,
                 sum(sorted(operation.sizes)[-number:]),

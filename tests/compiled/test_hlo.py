@@ -28,9 +28,10 @@ def test_what_takes_new_memory():
         if program.new_arrays(op, TABLE)
     }
     # The scatter and the kernel lie where their tables lie, one result of the fusion where its
-    # argument lies; the other one is half as large. What is copied to VMEM is counted as copy.1.
+    # argument lies; the other one is half as large.
     assert found == {
         "copy.1": (1, False),
+        "copy-start.1": (1, False),
         "all-to-all-start.1": (1, True),
         "all-reduce-start.1": (1, True),
         "packed": (1, False),
@@ -69,9 +70,16 @@ ENTRY %main (x: f32[64], y: f32[64]) -> f32[64] {
 
 
 def test_copies_that_begin_and_end_apart():
-    """Those within memory, and to the host, are one array; those to and from VMEM are none."""
-    found = [(one.operation, one.nbytes, one.of) for one in _large(Program(COPIES), 128)]
-    assert found == [("copy", 256, "y"), ("copy", 256, "y"), ("fusion fusion", 256, "x")]
+    """Each is one array, and says which memory it is in; slices that are joined are one, too."""
+    found = [(one.operation, one.nbytes, one.of) for one in _large(Program(COPIES), 256)]
+    assert found == [
+        ("copy to VMEM", 256, "x"),
+        ("copy", 256, "y"),
+        ("copy", 256, "y"),
+        ("custom-call joined", 256, "y"),
+        ("fusion fusion", 256, "x"),
+        ("copy from VMEM", 256, "x"),
+    ]
 
 
 def test_names_and_lines():
