@@ -26,6 +26,7 @@ _IN_PLACE = {
     *("while", "conditional", "call", "after-all", "add-dependency"),
     *("scatter", "dynamic-update-slice"),
 }
+_IN_VMEM = "S(1)}"  # the end of a layout
 # The names of fusions that begin and end a collective on TPUs.
 _START, _DONE = "async-collective-start", "async-collective-done"
 NO_ESTIMATE = 2**62  # of so many cycles or more, where the compiler has none
@@ -43,6 +44,7 @@ class Instruction:
     operands: tuple[str, ...]  # names
     attributes: str
     is_root: bool
+    moves: str = ""  # of a copy that is begun: "to VMEM" or "from VMEM", the fast memory of a TPU
 
     @functools.cached_property
     def bodies(self) -> Mapping[str, tuple[str, ...]]:
@@ -201,7 +203,8 @@ class Program:
         """How many arrays of so many bytes an operation makes in memory of their own.
 
         Those that lie where an operand lies are not counted: updates of rows, and results that take
-        the memory of an argument that the operation reads.
+        the memory of an argument that the operation reads. What begins and ends apart is counted
+        where it begins.
         """
         if self._is_in_place(operation):
             return 0
@@ -264,7 +267,12 @@ def _operation(line: str) -> Instruction | None:
         # Beside the results stand the operands, and numbers that identify it.
         arrays = [(dtype, size) for dtype, size in arrays[len(operands) :] if size > 4]
     dtypes, sizes = tuple(dtype for dtype, _ in arrays), tuple(size for _, size in arrays)
-    return Instruction(head[2], opcode, sizes, dtypes, tuple(operands), attributes, bool(head[1]))
+    moves = ""
+    if opcode == "copy-start" and _IN_VMEM in result:  # the result stands before the operand
+        moves = "to VMEM" if _IN_VMEM in result.partition("]")[2].partition("[")[0] else "from VMEM"
+    return Instruction(
+        head[2], opcode, sizes, dtypes, tuple(operands), attributes, bool(head[1]), moves
+    )
 
 
 def _split_type(text: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from .requirements import Required, RequirementError
 # What takes time, in a schedule.
 _COMPUTING = ("fusion", "while", "call", "conditional", "convolution", "dot", "custom-call")
 _SMALL = 1 / 8  # of the largest donated array: what is smaller is no table and no slot of one
+_LISTED = 10  # of each kind, by str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,9 @@ class Placement:
 class CompileReport:
     """The result of :func:`optzoo.compile_report`. All sizes are bytes of one device.
 
-    ``str`` of it is a table, and ``dataclasses.asdict`` of it is data.
+    ``str`` of it is a table of totals, followed by the ten largest new arrays, collectives and
+    arguments that are not reused; :meth:`full` lists all of them. ``dataclasses.asdict`` of it is
+    data.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -192,6 +195,17 @@ class CompileReport:
     text: str = dataclasses.field(repr=False)
 
     def __str__(self) -> str:
+        return "\n".join(_shown(self, _LISTED))
+
+    def full(self) -> str:
+        """The text that ``str`` gives, with all arguments, arrays and collectives.
+
+        Example:
+            >>> import jax.numpy as jnp, optzoo
+            >>> report = optzoo.compile_report(jnp.sin, jnp.ones(8), device="cpu", at_least=1)
+            >>> print(report.full() == str(report))  # there are no more than ten of each
+            True
+        """
         return "\n".join(_shown(self))
 
     @property
@@ -460,7 +474,7 @@ def _large(program: Program, at_least: int) -> Iterator[LargeOperation]:
     for operation, in_loop in program.operations():
         number = program.new_arrays(operation, at_least)
         if number:
-            kind = operation.opcode
+            kind = f"{operation.opcode.removesuffix('-start')} {operation.moves}".rstrip()
             yield LargeOperation(
                 f"{kind} {operation.name}" if kind in ("fusion", "custom-call") else kind,
                 sum(sorted(operation.sizes)[-number:]),
@@ -567,49 +581,83 @@ def _sent(found: Collectives | Overlap | Blocking) -> tuple[str]:
     return (", ".join(found.dtypes),)
 
 
-def _largest(found: Sequence[Any]) -> list[Any]:
-    return sorted(found, key=lambda one: -one.nbytes)[:10]
+def _by_size(found: Iterable[Any]) -> list[Any]:
+    return sorted(found, key=lambda one: -one.nbytes)
 
 
-def _total(found: Sequence[Overlap | Blocking]) -> str:
+def _total(found: Sequence[Any]) -> str:
     size, cycles = sum(one.nbytes for one in found), [getattr(x, "cycles", None) for x in found]
     known = [n for n in cycles if n is not None]
     beside = f", {sum(known):,} cycles of other operations" if known else ""
-    return f"{len(found)}, {size / 1e6:,.1f} MB{beside}"
+    return f"{len(found)}, {_mega(size)}{beside}" if found else "none"
 
 
-def _shown(report: CompileReport) -> Iterator[str]:
-    mega = lambda nbytes: f"{nbytes / 1e6:,.1f} MB"
+def _mega(nbytes: float) -> str:
+    return f"{nbytes / 1e6:,.1f} MB"
+
+
+def _shown(report: CompileReport, most: int | None = None) -> Iterator[str]:
+    """The lines of a report: totals, then lists, of which each has at most so many items."""
+    yield from _totals(report)
+    left = []
+
+    def listed(what, found, most=most):
+        if more := len(found[most:] if most is not None else ()):
+            left.append(f"{more} more {what}")
+        return found[:most]
+
+    sizes = sorted(report.not_reused.items(), key=lambda one: -one[1])
+    if sizes := listed("arguments that are not reused", sizes):
+        yield "donated and not reused:"
+        yield from columns([(f"  {name}", _mega(size)) for name, size in sizes])
+    moved = [p.name for p in _by_size(report.placements) if p.returned is False]
+    if moved := listed("arguments in another sharding", moved):
+        yield "returned in another sharding:"
+        yield from (f"  {name}" for name in moved)
+    if large := listed("new arrays", _by_size(report.large)):
+        yield "new arrays:"
+    for found in large:
+        loop = ", in a loop" if found.in_loop else ""
+        yield f"  {found.operation}, {_mega(found.nbytes)}{loop}: {found.of or 'unknown'}"
+        yield from (f"    {line}" for line in dict.fromkeys([*found.lines[:1], *found.lines[-1:]]))
+    of = lambda found: (f"  {found.kind}", _mega(found.nbytes), *_sent(found))
+    if blocking := listed("collectives beside nothing", _by_size(report.blocking)):
+        yield "collectives beside nothing, outside of loops:"
+        yield from columns([(*of(b), b.of) for b in blocking])
+    rest = None if most is None else most - len(blocking)
+    beside = listed("collectives beside other operations", _by_size(report.overlaps), rest)
+    if beside:
+        yield "collectives beside other operations:"
+        yield from columns([(*of(o), *_between(o)) for o in beside])
+    if left:
+        yield f"{', '.join(left)}: report.full() has them"
+
+
+def _totals(report: CompileReport) -> Iterator[str]:
     of = f"one of {report.num_devices} devices" if report.num_devices > 1 else "one device"
     yield f"compiled for {report.device}, {of}, in {report.compile_seconds:.1f} s"
     sizes = ("arguments", "results", "reused", "temporaries")
-    yield from columns([(name, mega(getattr(report, name))) for name in sizes])
-    yield f"donated and not reused: {len(report.not_reused) or 'none'}"
-    yield from columns([(f"  {name}", mega(size)) for name, size in report.not_reused.items()])
-    if moved := [p.name for p in report.placements if p.returned is False]:
-        yield f"returned in another sharding: {len(moved)}"
-        yield from (f"  {name}" for name in moved)
-    yield f"new arrays of {mega(report.at_least)} or more: {len(report.large) or 'none'}"
-    for found in report.large:
-        loop = ", in a loop" if found.in_loop else ""
-        yield f"  {found.operation}, {mega(found.nbytes)}{loop}: {found.of or 'unknown'}"
-        yield from (f"    {line}" for line in dict.fromkeys([*found.lines[:1], *found.lines[-1:]]))
-    yield f"collectives: {len(report.collectives) or 'none'}"
-    rows = [
-        (f"  {c.number} {c.kind}", mega(c.nbytes), *_sent(c), "in a loop" if c.in_loop else "")
-        for c in report.collectives
-    ]
-    yield from columns(rows)
-    if report.overlaps:
-        yield f"beside other operations: {_total(report.overlaps)}"
-    of = lambda found: (f"  {found.kind}", mega(found.nbytes), *_sent(found))
-    yield from columns([(*of(o), *_between(o)) for o in _largest(report.overlaps)])
+    yield from columns([(name, _mega(getattr(report, name))) for name in sizes])
+    lost = report.not_reused
+    lost_size = f", {_mega(sum(lost.values()))}" if lost else ""
+    yield f"donated and not reused: {len(lost) or 'none'}{lost_size}"
+    if moved := sum(p.returned is False for p in report.placements):
+        yield f"returned in another sharding: {moved}"
+    yield f"new arrays of {_mega(report.at_least)} or more: {_total(report.large)}"
+    yield f"collectives: {sum(c.number for c in report.collectives) or 'none'}"
+    yield from columns(
+        [
+            (f"  {c.number} {c.kind}", _mega(c.nbytes), *_sent(c), "in a loop" if c.in_loop else "")
+            for c in report.collectives
+        ]
+    )
     if report.blocking:
-        yield f"beside nothing, outside of loops: {_total(report.blocking)}"
-    yield from columns([(*of(o), o.of) for o in _largest(report.blocking)])
+        yield f"  beside nothing, outside of loops: {_total(report.blocking)}"
+    if report.overlaps:
+        yield f"  beside other operations: {_total(report.overlaps)}"
     yield "estimates of the compiler:"
     if report.estimated_bytes is not None:
-        yield f"  {mega(report.estimated_bytes)} read and written"
+        yield f"  {_mega(report.estimated_bytes)} read and written"
     if report.estimated_flops is not None:
         yield f"  {report.estimated_flops:,.0f} floating-point operations"
     if report.estimated_seconds is not None:

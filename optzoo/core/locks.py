@@ -5,9 +5,10 @@ import errno
 import os
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from typing import IO
+
+from .warn import warn
 
 if sys.platform == "win32":
     import msvcrt
@@ -52,11 +53,10 @@ def _acquire(path: str | os.PathLike[str]) -> IO[bytes]:
                     return file
         except OSError as error:
             if error.errno in _UNSUPPORTED:
-                warnings.warn(
+                warn(
                     f"the file system has no locks for {os.fspath(path)!r}: let only one process "
                     "at a time write there",
                     RuntimeWarning,
-                    stacklevel=2,
                 )
                 return file
             file.close()

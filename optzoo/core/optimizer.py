@@ -1,10 +1,18 @@
 """What is known of a transformation, as a part of it."""
 
+import enum
+import functools
+import inspect
+import re
+import types
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
+import numpy as np
 import optax
+
+from .short import short
 
 # Stands for the keywords of a transformation that is not of this library.
 UNKNOWN = "**"
@@ -38,20 +46,130 @@ class About(NamedTuple):
         return self._replace(reads=self.reads.union(names))
 
 
-class Optimizer(optax.GradientTransformationExtraArgs):
-    """A transformation that carries what is known of it.
+class Call(NamedTuple):
+    """The call of a factory that made a transformation."""
 
-    ``optax.chain`` and other wrappers of optax make another transformation, of which nothing is
-    known; so does ``_replace``.
+    factory: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __repr__(self) -> str:
+        parts, named = [], False
+        for name, value in self._bound().arguments.items():
+            kind = inspect.signature(self.factory).parameters[name].kind
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                parts += map(_shown, value)
+            elif kind is inspect.Parameter.VAR_KEYWORD:
+                parts += [f"{key}={_shown(x)}" for key, x in value.items()]
+            else:
+                named = named or not isinstance(value, optax.GradientTransformation)
+                parts.append(f"{name}={_shown(value)}" if named else _shown(value))
+        return f"{self.factory.__name__}({', '.join(parts)})"
+
+    def key(self) -> Any:
+        """Equal for calls that make equal transformations; None if an argument has no equality."""
+        bound = self._bound()
+        bound.apply_defaults()
+        try:
+            return self.factory, _key(bound.arguments)
+        except TypeError:
+            return None
+
+    def _bound(self) -> inspect.BoundArguments:
+        return inspect.signature(self.factory).bind(*self.args, **self.kwargs)
+
+
+class Optimizer(optax.GradientTransformationExtraArgs):
+    """A transformation that carries what is known of it, and the call that made it.
+
+    Those that were made by equal calls are equal, and a pickle holds the call. ``optax.chain`` and
+    other wrappers of optax make another transformation, of which nothing is known; so does
+    ``_replace``.
     """
 
     about = About()
+    call: Call | None = None
+    _key: Any = None  # of the call
 
-    def __new__(cls, init: Any, update: Any, about: About = about) -> "Optimizer":
+    def __new__(
+        cls, init: Any, update: Any, about: About = about, call: Call | None = None
+    ) -> "Optimizer":
         """The transformation of these functions."""
         self = super().__new__(cls, init, update)
-        self.about = about
+        self.about, self.call = about, call
+        self._key = None if call is None else call.key()
         return self
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self.call is None else repr(self.call)
+
+    def __eq__(self, other: object) -> bool:
+        if self._key is None or not isinstance(other, Optimizer):
+            return super().__eq__(other)
+        return self._key == other._key
+
+    def __ne__(self, other: object) -> bool:  # that of tuples compares functions
+        return not self == other
+
+    def __hash__(self) -> int:
+        return super().__hash__() if self._key is None else hash(self._key)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.call is None:
+            return super().__reduce_ex__(protocol)
+        return _call, tuple(self.call)
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T", bound=optax.GradientTransformation)
+
+
+def recorded(factory: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The factory, whose transformations carry its call: a decorator of each public one."""
+
+    @functools.wraps(factory)
+    def make(*args: _P.args, **kwargs: _P.kwargs) -> Any:
+        tx = factory(*args, **kwargs)
+        with_extra = optax.with_extra_args_support(tx)
+        return Optimizer(*with_extra, about_of(tx), Call(make, args, kwargs))
+
+    return make
+
+
+def _call(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return factory(*args, **kwargs)
+
+
+def _shown(value: Any) -> str:
+    """An argument: without memory addresses, and of arrays their types."""
+    if isinstance(value, optax.GradientTransformation) and not isinstance(value, Optimizer):
+        return _shown(value.init)
+    if isinstance(value, (types.FunctionType, types.MethodType)):
+        name, _, inside = value.__qualname__.partition(".<locals>")
+        name = f"{value.__module__.partition('.')[0]}.{name}" if inside else name
+        return f"{name}(...)" if inside else name
+    return short(value, _shown)
+
+
+# Values that are equal, and of one type, make equal transformations. Numbers that are equal may
+# differ in their sign, or in their type.
+_NUMBERS = (bool, int, float, complex, np.generic)
+_VALUES = (str, bytes, type(None), type, np.dtype, enum.Enum, re.Pattern)
+
+
+def _key(value: Any) -> Any:
+    """Something with equality and a hash; raises ``TypeError`` for arrays and what has neither."""
+    if isinstance(value, _NUMBERS):
+        return type(value), repr(value)
+    if isinstance(value, Optimizer) and value._key is not None:
+        return value._key
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_key, value))
+    if isinstance(value, Mapping):
+        return type(value), tuple((_key(k), _key(x)) for k, x in value.items())
+    if isinstance(value, _VALUES) or type(value).__eq__ is object.__eq__:
+        return type(value), value
+    raise TypeError(f"{type(value)} has no key")
 
 
 def about_of(tx: Any) -> About:

@@ -21,8 +21,9 @@ from .marked_rows import add_rows_to, gather_rows, merge_rows, scatter_rows
 from .merge import in_range
 from .meshes import place_of, zeros_of
 from .numerics import has_16_bits, promote_types, upcast
-from .optimizer import About, Optimizer, about_of
+from .optimizer import About, Optimizer, about_of, recorded
 from .row_ids import HINT, is_protected, plain, protect
+from .short import short
 
 
 class _HintInErrors(type):
@@ -119,7 +120,10 @@ class SparseRows(metaclass=_HintInErrors):
 
     def __repr__(self) -> str:
         ids = self.indices if is_protected(self.ids) else self.ids
-        return f"SparseRows(indices={ids!r}, values={self.values!r}, num_rows={self.num_rows})"
+        values = f"indices={short(ids)}, values={short(self.values)}"
+        if not hasattr(self.values, "shape"):  # a tree of specifications
+            return f"SparseRows({values}, num_rows={self.num_rows})"
+        return f"SparseRows({values}, shape={self.shape})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Files of pickle hold plain integers, which every version of JAX can read.
@@ -446,6 +450,7 @@ def zeros_like_update(shapes: Any) -> Any:
     return jax.tree.map(zeros_of, shapes)
 
 
+@recorded
 def coalesce(*, deterministic: bool = False) -> optax.GradientTransformation:
     """Merges repeated indices of all SparseRows gradients, once for the rest of a chain.
 
@@ -464,6 +469,7 @@ def coalesce(*, deterministic: bool = False) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, _: map_rows(merged, updates))
 
 
+@recorded
 def densify() -> optax.GradientTransformation:
     """Turns every SparseRows gradient into an array: for transformations that do not support rows.
 
@@ -490,6 +496,7 @@ def densify() -> optax.GradientTransformation:
     return optax.stateless(densified)
 
 
+@recorded
 def on_values(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Applies a stateless transformation, such as clipping, to the values of rows alone.
 

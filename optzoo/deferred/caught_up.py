@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from ..core.checks import check_flags, check_size, check_transformation
-from ..core.optimizer import About, Optimizer, about_of
+from ..core.optimizer import About, Optimizer, about_of, recorded
 from ..core.paths import check_mask
 from ..state.fit import StateError, kind_of
 from ..state.inner import fitting
@@ -18,6 +18,7 @@ from .state import CaughtUpState
 from .tables import all_current
 
 
+@recorded
 def caught_up(
     inner: optax.GradientTransformation,
     *,

@@ -7,6 +7,7 @@ import numpy as np
 
 from ..core.boxes import Boxes
 from ..core.paths import is_masked
+from ..core.short import short_repr
 from ..state.decay_rule import DecayRule, Form
 from ..state.types import nodes_of
 from .motion import Clock, make_motion
@@ -48,6 +49,8 @@ class CaughtUpState(NamedTuple):
             raise ValueError(
                 f"{what} would read deferred rows: call optzoo.rows.catch_up(params, state) before"
             )
+
+    __repr__ = short_repr
 
 
 def deferred_leaves(params: Any, state: Any) -> set[int]:

@@ -11,6 +11,7 @@ from jax import Array
 
 from ..core.checks import check_size
 from ..core.meshes import placed_as
+from ..core.optimizer import recorded
 from ..core.rows import apply_not_none, is_sparse_or_none, map_not_none
 from ..state.averages import wide_zeros_like
 from ..state.came import has_come, leave_out, none_came
@@ -34,6 +35,7 @@ class AGNPerReplica(NamedTuple):
     came: Any  # whether a parameter had a gradient since then
 
 
+@recorded
 def agn(
     inner: optax.GradientTransformation,
     num_workers: int | None = None,

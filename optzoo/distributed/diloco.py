@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from ..core.boxes import marks_of_boxes
 from ..core.checks import check_choice, check_flags, check_fraction, check_size
+from ..core.optimizer import recorded
 from ..core.rows import map_not_none, replace_not_none
 from ..state.averages import wide_zeros_like
 from ..state.inner import fitting, inner_transformation
@@ -44,6 +45,7 @@ class DiLoCoPerReplica(NamedTuple):
     residual: Any  # params-shaped: what rounding left of what it sent, a part of a pseudo-gradient
 
 
+@recorded
 def diloco(
     inner: optax.GradientTransformation,
     outer: optax.GradientTransformation | None = None,

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from ..core.checks import check, check_params
 from ..core.gradients import check_gradients
-from ..core.optimizer import About, Optimizer
+from ..core.optimizer import About, Optimizer, recorded
 from ..core.rows import apply_not_none, is_rows, is_sparse_or_none, map_rows, zeros_like_update
 from ..state.inner import fitting, inner_transformation
 from ..state.types import SharedParamsState
@@ -33,6 +33,7 @@ class DropStalePerReplica(NamedTuple):
     local_step: Array  # the global step at which it read the parameters
 
 
+@recorded
 def drop_stale_gradient(
     inner: optax.GradientTransformation,
     staleness: int,

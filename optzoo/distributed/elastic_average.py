@@ -10,6 +10,7 @@ import optax
 
 from ..core.checks import check, check_not_negative, check_size
 from ..core.numerics import upcast
+from ..core.optimizer import recorded
 from ..core.rows import is_sparse_or_none, map_not_none, replace_not_none
 from ..state.averages import start_of_average
 from ..state.inner import fitting, inner_transformation
@@ -23,6 +24,7 @@ class ElasticAveragePerReplica(NamedTuple):
     local_center: Any  # params-shaped: the center before the last exchange of this replica
 
 
+@recorded
 def elastic_average(
     inner: optax.GradientTransformation,
     num_workers: int | None = None,

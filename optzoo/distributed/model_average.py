@@ -11,6 +11,7 @@ import optax
 
 from ..core.checks import check_choice, check_size
 from ..core.numerics import upcast
+from ..core.optimizer import recorded
 from ..core.rows import map_not_none, replace_not_none
 from ..state.inner import fitting, inner_transformation
 from ..state.slots import are_slots
@@ -20,6 +21,7 @@ from .engine.local_sgd import LocalSGDMethod, local_sgd
 Slots = Literal["keep", "average", "reset"]
 
 
+@recorded
 def model_average(
     inner: optax.GradientTransformation,
     num_workers: int | None = None,

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from ..core.checks import check_choice, check_size
 from ..core.gradients import check_gradients
-from ..core.optimizer import About, Optimizer
+from ..core.optimizer import About, Optimizer, recorded
 from ..core.rows import is_sparse_or_none, zeros_like_update
 from ..state.came import late, leave_out
 from ..state.inner import fitting, inner_transformation
@@ -48,6 +48,7 @@ class SyncReplicasPerReplica(NamedTuple):
     waiting: Array  # whether its gradient is in the accumulator
 
 
+@recorded
 def sync_replicas(
     inner: optax.GradientTransformation,
     replicas_to_aggregate: int | None = None,

@@ -9,6 +9,7 @@ import optax
 
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide, sqrt
+from ..core.optimizer import recorded
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..state.types import NotNegative
@@ -21,6 +22,7 @@ class AdadeltaSlots(NamedTuple):
     accum_update: NotNegative  # mean of the squared step
 
 
+@recorded
 def scale_by_adadelta(b2: float = 0.95, eps: float = 1e-8) -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.adadelta`.
 
@@ -58,6 +60,7 @@ def scale_by_adadelta(b2: float = 0.95, eps: float = 1e-8) -> optax.GradientTran
     return leafwise(rule, slots=AdadeltaSlots(zeros, zeros))
 
 
+@recorded
 def adadelta(
     learning_rate: optax.ScalarOrSchedule = 1e-3, b2: float = 0.95, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:

@@ -19,6 +19,7 @@ from ..core.checks import (
 )
 from ..core.meshes import zeros_without
 from ..core.numerics import is_number, safe_divide, slot_dtype, sqrt
+from ..core.optimizer import recorded
 from ..rules.leafwise import leafwise, zeros
 from ..rules.policies import dense
 from ..state.inner import fitting
@@ -40,6 +41,7 @@ class AdafactorSlots(NamedTuple):
     tf1 = TF1Names(by_field="_slot_", also_numbered=True)
 
 
+@recorded
 def adafactor(
     learning_rate: optax.ScalarOrSchedule | None = None,
     decay_rate: optax.ScalarOrSchedule | None = None,

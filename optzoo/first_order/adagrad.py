@@ -8,6 +8,7 @@ import optax
 
 from ..core.checks import check_positive
 from ..core.numerics import safe_divide, sqrt
+from ..core.optimizer import recorded
 from ..rules.leafwise import full, leafwise
 from ..rules.learning_rate import descend
 from ..state.types import Sum
@@ -19,6 +20,7 @@ class AdagradSlots(NamedTuple):
     accumulator: Sum  # sum of the squared gradients
 
 
+@recorded
 def scale_by_adagrad(
     initial_accumulator_value: float = 0.1,
 ) -> optax.GradientTransformationExtraArgs:
@@ -40,6 +42,7 @@ def scale_by_adagrad(
     return leafwise(rule, slots=AdagradSlots(full(initial_accumulator_value)))
 
 
+@recorded
 def adagrad(
     learning_rate: optax.ScalarOrSchedule, initial_accumulator_value: float = 0.1
 ) -> optax.GradientTransformationExtraArgs:

@@ -6,11 +6,13 @@ import optax
 
 from ..core.checks import check_not_negative
 from ..core.numerics import safe_divide, sqrt
+from ..core.optimizer import recorded
 from ..rules.leafwise import full, leafwise
 from ..rules.learning_rate import descend
 from .adagrad import AdagradSlots
 
 
+@recorded
 def scale_by_adagrad_eps(
     eps: float = 1e-8, initial_accumulator_value: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
@@ -32,6 +34,7 @@ def scale_by_adagrad_eps(
     return leafwise(rule, slots=AdagradSlots(full(initial_accumulator_value)))
 
 
+@recorded
 def adagrad_eps(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     eps: float = 1e-8,

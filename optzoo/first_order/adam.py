@@ -11,7 +11,7 @@ from jax import Array
 
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide, sqrt
-from ..core.optimizer import known
+from ..core.optimizer import known, recorded
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import RowsRule, Rule, dense, lazy
@@ -62,6 +62,7 @@ def adam_deferral(
     return Deferral(DecayRule(decays, "m", "v", eps=float(eps)), learning_rate, size)
 
 
+@recorded
 def scale_by_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
@@ -79,6 +80,7 @@ def scale_by_adam(
     return _scale_by_adam(b1, b2, eps, dense)
 
 
+@recorded
 def scale_by_lazy_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
@@ -95,6 +97,7 @@ def scale_by_lazy_adam(
     return _scale_by_adam(b1, b2, eps, lazy)
 
 
+@recorded
 def adam(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     b1: float = 0.9,
@@ -143,6 +146,7 @@ def adam(
     return known(tx, deferral=lambda dense: adam_deferral(learning_rate, b1, b2, eps))
 
 
+@recorded
 def lazy_adam(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     b1: float = 0.9,

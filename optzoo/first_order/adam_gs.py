@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays
+from ..core.optimizer import recorded
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import RowsRule, Rule, dense, lazy
 from .adam import AdamSlots, adam_rule, corrected
 
 
+@recorded
 def scale_by_adam_gs(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
@@ -29,6 +31,7 @@ def scale_by_adam_gs(
     return _scale_by_adam_gs(b1, b2, eps, dense)
 
 
+@recorded
 def scale_by_lazy_adam_gs(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
@@ -45,6 +48,7 @@ def scale_by_lazy_adam_gs(
     return _scale_by_adam_gs(b1, b2, eps, lazy)
 
 
+@recorded
 def adam_gs(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     b1: float = 0.9,
@@ -94,6 +98,7 @@ def adam_gs(
     return descend(learning_rate, scale_by_adam_gs(b1, b2, eps))
 
 
+@recorded
 def lazy_adam_gs(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     b1: float = 0.9,

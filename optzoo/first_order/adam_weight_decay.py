@@ -9,7 +9,7 @@ from jax import Array
 
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide, sqrt
-from ..core.optimizer import Optimizer
+from ..core.optimizer import Optimizer, recorded
 from ..core.paths import check_mask, except_for
 from ..rules.leafwise import leafwise, without_state, zeros
 from ..rules.learning_rate import chain, descend
@@ -40,6 +40,7 @@ def add_decay(weight_decay: Any, skip: Any) -> Optimizer:
     return except_for(skip, without_state(leafwise(rule, rows=dense, needs_params=True)))
 
 
+@recorded
 def scale_by_adam_weight_decay(
     b1: float = 0.9,
     b2: float = 0.999,
@@ -60,6 +61,7 @@ def scale_by_adam_weight_decay(
     return chain(*_directions(b1, b2, eps, weight_decay, skip))
 
 
+@recorded
 def adam_weight_decay(
     learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.9,

@@ -9,7 +9,7 @@ import optax
 
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide
-from ..core.optimizer import known
+from ..core.optimizer import known, recorded
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..state.decay_rule import DecayRule, Deferral
@@ -23,6 +23,7 @@ class AdaMaxSlots(NamedTuple):
     v: NotNegative  # decaying maximum of its magnitude
 
 
+@recorded
 def scale_by_adamax(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
@@ -52,6 +53,7 @@ def scale_by_adamax(
     )
 
 
+@recorded
 def adamax(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     b1: float = 0.9,

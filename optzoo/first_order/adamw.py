@@ -7,10 +7,12 @@ from typing import Any
 import optax
 
 from ..core.checks import with_decay_per_step
+from ..core.optimizer import recorded
 from ..wrappers.weight_decay import decoupled_weight_decay
 from .adam import adam
 
 
+@recorded
 @with_decay_per_step
 def adamw(
     learning_rate: optax.ScalarOrSchedule = 1e-3,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_finite
-from ..core.optimizer import known
+from ..core.optimizer import known, recorded
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
@@ -22,6 +22,7 @@ class AddSignSlots(NamedTuple):
     m: Signed  # mean of the gradient
 
 
+@recorded
 def scale_by_add_sign(
     alpha: float = 1.0, b1: float = 0.9, sign_decay: optax.ScalarOrSchedule | None = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -46,6 +47,7 @@ def scale_by_add_sign(
     return leafwise(rule, slots=AddSignSlots(zeros), rows=touched, scheduled=scheduled)
 
 
+@recorded
 def add_sign(
     learning_rate: optax.ScalarOrSchedule = 0.1,
     alpha: float = 1.0,

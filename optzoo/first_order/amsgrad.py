@@ -9,7 +9,7 @@ import optax
 
 from ..core.checks import check_decays, check_flags, check_not_negative
 from ..core.numerics import safe_divide, sqrt
-from ..core.optimizer import known
+from ..core.optimizer import known, recorded
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import chain, scale_by_learning_rate
 from ..state.decay_rule import DecayRule, Deferral
@@ -30,6 +30,7 @@ class AMSGradSlots(NamedTuple):
     )
 
 
+@recorded
 def scale_by_amsgrad(
     b1: float = 0.9, b2: float = 0.99, eps: float = 0.0, decay_learning_rate: bool = False
 ) -> optax.GradientTransformationExtraArgs:
@@ -56,6 +57,7 @@ def scale_by_amsgrad(
     return leafwise(rule, slots=AMSGradSlots(zeros, zeros, zeros))
 
 
+@recorded
 def amsgrad(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     b1: float = 0.9,

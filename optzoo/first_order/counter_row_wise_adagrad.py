@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -19,7 +18,9 @@ from ..core.checks import (
     check_size,
 )
 from ..core.numerics import next_count, safe_divide, sqrt
-from ..core.optimizer import About, Optimizer
+from ..core.optimizer import About, Optimizer, recorded
+from ..core.short import short_repr
+from ..core.warn import warn
 from ..rules.leafwise import leafwise
 from ..rules.learning_rate import row_wise
 from ..rules.policies import Rule
@@ -53,7 +54,10 @@ class MaxCounterState(NamedTuple):
     max_counter: Array
     inner: Any
 
+    __repr__ = short_repr
 
+
+@recorded
 def counter_row_wise_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     eps: float = 1e-8,
@@ -158,10 +162,9 @@ def counter_row_wise_adagrad(
     check_choice(DecayMode, weight_decay_mode=weight_decay_mode)
     check_choice(RateMode, learning_rate_mode=learning_rate_mode)
     if half_life < 0 and weight_decay_mode in ("l2", "decoupled"):
-        warnings.warn(
+        warn(
             f"half_life={half_life} makes the factor H / n of the decay negative: rows grow, as "
             f"in FBGEMM; weight_decay_mode={weight_decay_mode!r} needs a positive half-life",
-            stacklevel=2,
         )
 
     options = _Options(

@@ -9,6 +9,7 @@ import optax
 
 from ..core.checks import check_choice, check_not_negative, check_rate, check_size
 from ..core.numerics import safe_divide, sqrt
+from ..core.optimizer import recorded
 from ..rules.leafwise import leafwise
 from ..rules.learning_rate import row_wise
 from .counter_row_wise_adagrad import CounterSlots, counter_slots, next_counter
@@ -17,6 +18,7 @@ from .row_wise import gap_since, of_rows, row_means, row_norms, shrunk_and_moved
 DecayMode = Literal["none", "l2", "decoupled"]
 
 
+@recorded
 def cowclip_row_wise_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     eps: float = 1e-8,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import optax
 
+from ..core.optimizer import recorded
 from .adam import lazy_adam
 
 
+@recorded
 def custom_adam(
     learning_rate: optax.ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:

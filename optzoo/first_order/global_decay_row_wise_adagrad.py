@@ -9,6 +9,7 @@ import optax
 
 from ..core.checks import check_fraction, check_not_negative, check_rate, check_size
 from ..core.numerics import safe_divide, sqrt
+from ..core.optimizer import recorded
 from ..rules.leafwise import leafwise
 from ..rules.learning_rate import row_wise
 from ..state.types import Exact, Sum
@@ -22,6 +23,7 @@ class GlobalDecaySlots(NamedTuple):
     prev_iter: Exact  # the last update of each row from the start of the decay on; 0 before
 
 
+@recorded
 def global_decay_row_wise_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     eps: float = 1e-8,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_not_negative
+from ..core.optimizer import recorded
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
@@ -21,6 +22,7 @@ class GradVarianceScaledSlots(NamedTuple):
     v: NotNegative  # mean of the squared distance from it
 
 
+@recorded
 def scale_by_grad_variance(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
@@ -58,6 +60,7 @@ def scale_by_grad_variance(
     return leafwise(rule, slots=GradVarianceScaledSlots(zeros, zeros), rows=rows)
 
 
+@recorded
 def grad_variance_scaled(
     learning_rate: optax.ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import optax
 
+from ..core.optimizer import recorded
 from ..rules.learning_rate import row_wise, scale_by_learning_rate
 
 
+@recorded
 def gradient_descent(
     learning_rate: optax.ScalarOrSchedule,
 ) -> optax.GradientTransformationExtraArgs:

@@ -9,7 +9,7 @@ import optax
 
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import norm, safe_divide
-from ..core.optimizer import Optimizer
+from ..core.optimizer import Optimizer, recorded
 from ..rules.leafwise import leafwise, without_state, zeros
 from ..rules.learning_rate import chain, descend
 from ..rules.policies import dense
@@ -17,6 +17,7 @@ from .adam_weight_decay import BERTSlots, add_decay, next_slots
 from .debiased import debiased_direction
 
 
+@recorded
 def scale_by_lamb(
     b1: float = 0.9,
     b2: float = 0.999,
@@ -38,6 +39,7 @@ def scale_by_lamb(
     return chain(*_directions(b1, b2, eps, weight_decay, skip))
 
 
+@recorded
 def lamb(
     learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.9,

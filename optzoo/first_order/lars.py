@@ -9,7 +9,7 @@ import optax
 
 from ..core.checks import check_flags, check_not_negative, check_rate
 from ..core.numerics import norm, safe_divide
-from ..core.optimizer import Optimizer
+from ..core.optimizer import Optimizer, recorded
 from ..core.paths import check_mask, except_for
 from ..rules.leafwise import leafwise, without_state, zeros
 from ..rules.learning_rate import rounded_once
@@ -25,6 +25,7 @@ class LARSSlots(NamedTuple):
     momentum: Signed  # decaying sum of the steps
 
 
+@recorded
 def scale_by_lars_trust_ratio(
     l2_weight_decay: float = 1e-4, trust_coefficient: float = 1e-3, eps: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
@@ -58,6 +59,7 @@ def scale_by_lars_trust_ratio(
     return without_state(leafwise(rule, rows=unchanged, needs_params=True))
 
 
+@recorded
 def lars(
     learning_rate: optax.ScalarOrSchedule,
     momentum: float = 0.9,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import optax
 
 from ..core.checks import check_flags, check_not_negative
-from ..core.optimizer import known
+from ..core.optimizer import known, recorded
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..state.decay_rule import DecayRule, Deferral
@@ -20,6 +20,7 @@ class MomentumSlots(NamedTuple):
     momentum: Signed  # decaying sum of the gradients
 
 
+@recorded
 def scale_by_momentum(
     momentum: float, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:
@@ -42,6 +43,7 @@ def scale_by_momentum(
     return leafwise(rule, slots=MomentumSlots(zeros))
 
 
+@recorded
 def momentum(
     learning_rate: optax.ScalarOrSchedule, momentum: float, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:

@@ -6,7 +6,7 @@ import optax
 
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide, sqrt
-from ..core.optimizer import known
+from ..core.optimizer import known, recorded
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
@@ -14,6 +14,7 @@ from ..state.decay_rule import DecayRule
 from .adam import AdamSlots, adam_deferral, corrected, next_slots
 
 
+@recorded
 def scale_by_nadam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
@@ -39,6 +40,7 @@ def scale_by_nadam(
     return leafwise(rule, slots=slots, rows=touched, powers=powers, precompute=corrected)
 
 
+@recorded
 def nadam(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     b1: float = 0.9,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_finite
+from ..core.optimizer import recorded
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
@@ -20,6 +21,7 @@ class NeuralOptimizer1Slots(NamedTuple):
     m: Signed  # mean of the gradient
 
 
+@recorded
 def scale_by_neural_optimizer1(
     b1: float = 0.9, decrease_factor: float = 0.1
 ) -> optax.GradientTransformationExtraArgs:
@@ -43,6 +45,7 @@ def scale_by_neural_optimizer1(
     return leafwise(rule, slots=NeuralOptimizer1Slots(zeros), rows=touched)
 
 
+@recorded
 def neural_optimizer1(
     learning_rate: optax.ScalarOrSchedule, b1: float = 0.9, decrease_factor: float = 0.1
 ) -> optax.GradientTransformationExtraArgs:

@@ -7,10 +7,12 @@ import optax
 
 from ..core.norms import norm
 from ..core.numerics import upcast
+from ..core.optimizer import recorded
 from ..rules.leafwise import leafwise
 from ..rules.learning_rate import descend
 
 
+@recorded
 def scale_by_own_norm() -> optax.GradientTransformationExtraArgs:
     """The direction of :func:`optzoo.normalized_sgd`.
 
@@ -32,6 +34,7 @@ def scale_by_own_norm() -> optax.GradientTransformationExtraArgs:
     return leafwise(rule, rows=lambda _: of_merged_rows)
 
 
+@recorded
 def normalized_sgd(
     learning_rate: optax.ScalarOrSchedule,
 ) -> optax.GradientTransformationExtraArgs:

@@ -8,6 +8,7 @@ import optax
 
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import is_number
+from ..core.optimizer import recorded
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..state.types import NotNegative, Signed
@@ -22,6 +23,7 @@ class PartialRowWiseAdamSlots(NamedTuple):
     v: NotNegative  # mean over time of the mean square of each row's gradient
 
 
+@recorded
 def scale_by_partial_row_wise_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
@@ -53,6 +55,7 @@ def scale_by_partial_row_wise_adam(
     return leafwise(rule, slots=slots, needs_params=decays)
 
 
+@recorded
 def partial_row_wise_adam(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     b1: float = 0.9,

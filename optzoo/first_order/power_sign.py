@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_decays, check_finite, check_positive
-from ..core.optimizer import known
+from ..core.optimizer import known, recorded
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..rules.policies import touched
@@ -23,6 +23,7 @@ class PowerSignSlots(NamedTuple):
     m: Signed  # mean of the gradient
 
 
+@recorded
 def scale_by_power_sign(
     base: float = math.e, b1: float = 0.9, sign_decay: optax.ScalarOrSchedule | None = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -49,6 +50,7 @@ def scale_by_power_sign(
     return leafwise(rule, slots=PowerSignSlots(zeros), rows=touched, scheduled=scheduled)
 
 
+@recorded
 def power_sign(
     learning_rate: optax.ScalarOrSchedule = 0.1,
     base: float = math.e,

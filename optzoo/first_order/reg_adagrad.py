@@ -9,6 +9,7 @@ import optax
 
 from ..core.checks import check_positive
 from ..core.numerics import safe_divide, sqrt
+from ..core.optimizer import recorded
 from ..rules.leafwise import full, leafwise
 from ..rules.learning_rate import descend
 from ..state.types import Sum
@@ -20,6 +21,7 @@ class RegAdagradSlots(NamedTuple):
     accumulator: Sum  # sum of the squared gradients
 
 
+@recorded
 def scale_by_reg_adagrad(
     initial_accumulator_value: float = 0.1,
 ) -> optax.GradientTransformationExtraArgs:
@@ -43,6 +45,7 @@ def scale_by_reg_adagrad(
     return leafwise(rule, slots=slots, scheduled={"update_slots": True})
 
 
+@recorded
 def reg_adagrad(
     learning_rate: optax.ScalarOrSchedule, initial_accumulator_value: float = 0.1
 ) -> optax.GradientTransformationExtraArgs:

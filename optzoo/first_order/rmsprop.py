@@ -9,7 +9,7 @@ import optax
 
 from ..core.checks import check_decays, check_flags, check_not_negative, check_rate
 from ..core.numerics import safe_divide, sqrt
-from ..core.optimizer import known
+from ..core.optimizer import known, recorded
 from ..rules.leafwise import full, leafwise, zeros
 from ..rules.learning_rate import row_wise
 from ..state.decay_rule import DecayRule, Deferral
@@ -52,6 +52,7 @@ _SLOTS: dict[frozenset[str], Any] = {
 }  # fmt: skip
 
 
+@recorded
 def rmsprop(
     learning_rate: optax.ScalarOrSchedule,
     b2: float = 0.9,

@@ -8,6 +8,7 @@ import optax
 
 from ..core.checks import check_not_negative
 from ..core.numerics import is_number, safe_divide, sqrt
+from ..core.optimizer import recorded
 from ..rules.leafwise import leafwise
 from ..rules.learning_rate import descend
 from ..state.types import Sum
@@ -20,6 +21,7 @@ class RowWiseAdagradSlots(NamedTuple):
     accumulator: Sum  # sum of the mean squares of each row's gradients
 
 
+@recorded
 def scale_by_row_wise_adagrad(
     eps: float = 1e-8, weight_decay: float = 0.0, l2_weight_decay: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
@@ -49,6 +51,7 @@ def scale_by_row_wise_adagrad(
     return leafwise(rule, slots=slots, needs_params=decays or decays_l2)
 
 
+@recorded
 def row_wise_adagrad(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     eps: float = 1e-8,

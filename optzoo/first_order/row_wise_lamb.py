@@ -8,6 +8,7 @@ import optax
 
 from ..core.checks import check_decays, check_not_negative
 from ..core.numerics import safe_divide
+from ..core.optimizer import recorded
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..state.types import NotNegative, Signed
@@ -33,6 +34,7 @@ class PartialRowWiseLAMBSlots(NamedTuple):
     zero_rows_stay = True
 
 
+@recorded
 def scale_by_row_wise_lamb(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
@@ -50,6 +52,7 @@ def scale_by_row_wise_lamb(
     return _scale_by_lamb(b1, b2, eps, weight_decay, slots, lambda a: a, lambda a, x: a)
 
 
+@recorded
 def scale_by_partial_row_wise_lamb(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
@@ -67,6 +70,7 @@ def scale_by_partial_row_wise_lamb(
     return _scale_by_lamb(b1, b2, eps, weight_decay, slots, row_means, of_rows)
 
 
+@recorded
 def row_wise_lamb(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     b1: float = 0.9,
@@ -116,6 +120,7 @@ def row_wise_lamb(
     return descend(learning_rate, scale_by_row_wise_lamb(b1, b2, eps, weight_decay))
 
 
+@recorded
 def partial_row_wise_lamb(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     b1: float = 0.9,

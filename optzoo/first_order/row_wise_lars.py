@@ -8,6 +8,7 @@ import optax
 
 from ..core.checks import check_not_negative, check_rate
 from ..core.numerics import safe_divide
+from ..core.optimizer import recorded
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import row_wise
 from ..state.types import Signed
@@ -22,6 +23,7 @@ class RowWiseLARSSlots(NamedTuple):
     zero_rows_stay = True  # optzoo.growing warns of it
 
 
+@recorded
 def row_wise_lars(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     momentum: float = 0.9,

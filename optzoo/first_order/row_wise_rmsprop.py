@@ -9,6 +9,7 @@ import optax
 
 from ..core.checks import check_decays, check_fraction, check_not_negative, check_rate
 from ..core.numerics import is_number, safe_divide, sqrt
+from ..core.optimizer import recorded
 from ..rules.leafwise import leafwise
 from ..rules.learning_rate import row_wise
 from ..state.types import Exact, NotNegative
@@ -29,6 +30,7 @@ class RowWiseRMSPropSlots(NamedTuple):
     prev_iter: Exact  # the number of the last update of each row, 0 before the first
 
 
+@recorded
 def row_wise_rmsprop(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     b2: float = 0.99,

@@ -8,6 +8,7 @@ import optax
 
 from ..core.checks import check_decays, check_flags, check_not_negative
 from ..core.numerics import is_number
+from ..core.optimizer import recorded
 from ..rules.leafwise import leafwise, zeros
 from ..rules.learning_rate import descend
 from ..state.types import Exact, NotNegative, Signed
@@ -24,6 +25,7 @@ class CountedAdamSlots(NamedTuple):
     row_counter: Exact  # updates of each row
 
 
+@recorded
 def scale_by_sparse_adamw(
     b1: float = 0.9,
     b2: float = 0.999,
@@ -66,6 +68,7 @@ def scale_by_sparse_adamw(
     return leafwise(rule, slots=slots, needs_params=decays)
 
 
+@recorded
 def sparse_adamw(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     b1: float = 0.9,

@@ -1,6 +1,5 @@
 """What the functions of this folder take: patterns, functions of ids, shardings."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from ..core.initial_values import InitialValueWarning
 from ..core.lines import from_lines, is_lines
 from ..core.numerics import is_real, promote_types, saturating_cast
 from ..core.paths import leaves_with_path, path_name, value_by_name
+from ..core.warn import warn
 from ..sharded.row_sharding import RowSharding
 from ..state.packing import unpack
 from ..state.stacks import unstack
@@ -96,12 +96,11 @@ def warn_of_zeros(state: Any, names: Iterable[str], rows_of: Mapping[str, RowsOf
             stay |= {*names_of(jax.eval_shape(first, node.slots))}
     for name in names:
         if name in stay and name not in rows_of:
-            warnings.warn(
+            warn(
                 f"new rows of parameter '{name}' are zero without init, and its optimizer never "
                 "moves a row of zeros: a step is proportional to the norm of the row. Give "
                 f"init={{{name!r}: optzoo.sharded.uniform_rows(key, width)}}",
                 InitialValueWarning,
-                stacklevel=3,
             )
 
 

@@ -4,12 +4,12 @@ import functools
 import importlib.util
 import platform
 import sys
-import warnings
 
 import jax
 import numpy as np
 
 from ..core.extras import how_to_install
+from ..core.warn import warn
 
 _PLATFORMS = {("linux", "x86_64"), ("linux", "aarch64")}
 
@@ -45,7 +45,7 @@ def has_half() -> bool:
 @functools.cache
 def warn_once(reason: str) -> None:
     """Warns that XLA takes the place of native code."""
-    warnings.warn(f"{reason}. XLA computes the same", RuntimeWarning, stacklevel=2)
+    warn(f"{reason}. XLA computes the same", RuntimeWarning)
 
 
 def test_itself() -> None:

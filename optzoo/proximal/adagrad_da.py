@@ -8,6 +8,7 @@ import optax
 
 from ..core.checks import check_not_negative, check_positive, check_rate
 from ..core.numerics import safe_divide, sqrt
+from ..core.optimizer import recorded
 from ..rules.leafwise import full, leafwise, zeros
 from ..rules.learning_rate import row_wise
 from ..state.types import Sum
@@ -21,6 +22,7 @@ class AdagradDASlots(NamedTuple):
     gradient_squared_accumulator: Sum  # sum of the squared gradients
 
 
+@recorded
 def adagrad_da(
     learning_rate: optax.ScalarOrSchedule,
     initial_accumulator_value: float = 0.1,

@@ -12,6 +12,7 @@ from jax import Array
 from ..core.checks import check, check_not_negative, check_rate
 from ..core.marks import marked
 from ..core.numerics import power, safe_divide, sqrt
+from ..core.optimizer import recorded
 from ..rules.leafwise import full, leafwise, zeros
 from ..rules.learning_rate import row_wise
 from ..state.types import Sum
@@ -25,6 +26,7 @@ class FtrlSlots(NamedTuple):
     linear: Sum  # coefficients of the linear term
 
 
+@recorded
 def ftrl(
     learning_rate: optax.ScalarOrSchedule,
     learning_rate_power: float = -0.5,

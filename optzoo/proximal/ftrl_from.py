@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -15,12 +14,14 @@ import optax
 
 from ..core.checks import check_choice, check_not_negative
 from ..core.initial_values import InitialValueWarning
-from ..core.optimizer import Optimizer, about_of
+from ..core.optimizer import Optimizer, about_of, recorded
+from ..core.warn import warn
 from .ftrl import ftrl
 
 Dialect = Literal["tf1", "keras", "sparsecore", "dynamicemb"]
 
 
+@recorded
 def ftrl_from(dialect: Dialect, **arguments: Any) -> optax.GradientTransformationExtraArgs:
     r""":func:`optzoo.ftrl` by the arguments of another library, with its names and defaults.
 
@@ -186,14 +187,13 @@ def _warning_of_replaced_values(
 
     def init(params):
         if any(map(_is_known_not_zero, jax.tree.leaves(params))):
-            warnings.warn(
+            warn(
                 "FTRL computes the parameters from its slots alone. With "
                 f"initial_accumulator_value={n} and beta={beta} an element whose first gradient is "
                 f"0.01 keeps {kept:.2g} of its initial value. Start from zeros, or take 0 for both "
                 "to keep initial values; warnings.simplefilter('ignore', "
                 "optzoo.InitialValueWarning) silences this",
                 InitialValueWarning,
-                stacklevel=2,
             )
         return tx.init(params)
 

@@ -8,6 +8,7 @@ import optax
 
 from ..core.checks import check_not_negative, check_positive, check_rate
 from ..core.numerics import safe_divide, sqrt
+from ..core.optimizer import recorded
 from ..rules.leafwise import full, leafwise
 from ..rules.learning_rate import row_wise
 from ..state.types import Sum
@@ -20,6 +21,7 @@ class ProximalAdagradSlots(NamedTuple):
     accumulator: Sum  # sum of the squared gradients
 
 
+@recorded
 def proximal_adagrad(
     learning_rate: optax.ScalarOrSchedule,
     initial_accumulator_value: float = 0.1,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import optax
 
 from ..core.checks import check_not_negative, check_rate
+from ..core.optimizer import recorded
 from ..rules.leafwise import leafwise
 from ..rules.learning_rate import row_wise
 from .shrink import shrink
 
 
+@recorded
 def proximal_gradient_descent(
     learning_rate: optax.ScalarOrSchedule,
     l1_regularization_strength: float = 0.0,

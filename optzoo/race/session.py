@@ -110,8 +110,34 @@ def run(
         watch: called before each run and once at the end.
 
     Returns:
-        ``results`` and ``skipped``, a list of dicts each, and ``others``, all other runs in
-        ``out``, which a later race may use.
+        A dict that can be written as JSON, as in ``results.json``, which also has the number of
+        runs that were planned. None stands for numbers that are not finite.
+
+        - ``version`` of the format, ``settings`` and ``machine``, dicts.
+        - ``problems``: by name ``about``, ``target``, ``embeddings`` and ``fingerprint``, a hash of
+          all that the runs depend on.
+        - ``results``: a dict for each run that was made, see below.
+        - ``skipped``: for each optimizer that does not suit a problem ``problem``, ``optimizer``,
+          ``fingerprint`` and ``skipped``, the reason.
+        - ``others``: all other runs in ``out``, which a later race may use.
+
+        A result has, of the best rate:
+
+        - ``problem``, ``optimizer``, ``family``, ``rows`` (the policy for row-sparse gradients),
+          ``arguments`` (a dict) and ``fingerprint``.
+        - ``rate``; ``diverged``, whether no rate gave a finite loss; ``loss``, the final one, with
+          ``mean`` and ``std`` over the seeds; ``metrics``, the same for each metric by its name.
+        - ``rates``: for each rate that was tried ``rate``, ``loss`` (the mean), ``losses`` (of the
+          seeds) and ``diverged``.
+        - ``steps to target``: ``mean`` and ``std`` if all seeds reached the target of the problem,
+          else None; ``steps to target by seed``, None for those that did not.
+        - ``curve``: ``steps``, and the ``mean``, ``low`` and ``high`` loss at each.
+        - ``track``: what ``Problem.track`` gives at these steps; None without it.
+        - ``state bytes per parameter``; ``seconds per step``, the least of several stretches, and
+          ``seconds per step from`` and ``seconds per step to``, the range; for problems with
+          embeddings ``seconds per dense step``, except of optimizers of other libraries and
+          methods with replicas.
+        - ``published``: results of others, if the problem has them.
 
     Raises:
         OSError: before the first run, if ``out`` cannot be written.

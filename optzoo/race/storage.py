@@ -4,11 +4,11 @@ import contextlib
 import json
 import math
 import pathlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..core.locks import locked
+from ..core.warn import warn
 
 RESULTS = "results.json"
 Key = tuple[str, str, str]  # problem, optimizer, fingerprint
@@ -80,7 +80,7 @@ def _set_aside(file: pathlib.Path, reason: str) -> None:
     while (aside := file.with_name(f"{file.stem}.damaged-{number}{file.suffix}")).exists():
         number += 1
     file.rename(aside)
-    warnings.warn(f"{file} is damaged ({reason}); it is now {aside.name}", stacklevel=3)
+    warn(f"{file} is damaged ({reason}); it is now {aside.name}")
 
 
 # ------------------------------------------------------------------------------ the format

@@ -11,7 +11,7 @@ import optax
 
 from ..core.checks import check_rate
 from ..core.numerics import has_16_bits, saturating_cast, upcast
-from ..core.optimizer import About, Optimizer, about_of, known, reads_of
+from ..core.optimizer import About, Optimizer, about_of, known, reads_of, recorded
 from ..core.rows import is_rows, is_sparse_or_none
 from ..core.schedules import at_step
 from ..state.inner import fitting
@@ -21,6 +21,7 @@ from .leafwise import for_each_leaf, leafwise
 from .policies import ROW_WISE, linear
 
 
+@recorded
 def scale_by_learning_rate(
     learning_rate: optax.ScalarOrSchedule,
 ) -> Optimizer:

@@ -17,6 +17,7 @@ from ..core.checks import check_decays, check_not_negative, check_positive, chec
 from ..core.compat import custom_jvp
 from ..core.meshes import axis_size
 from ..core.numerics import promote_types, saturating_cast, upcast
+from ..core.optimizer import recorded
 from ..core.rows import is_rows
 from ..rules.leafwise import zeros
 from ..rules.learning_rate import chain, scale_by_learning_rate
@@ -48,6 +49,7 @@ class GGTSlots(NamedTuple):
     )
 
 
+@recorded
 def scale_by_ggt(
     b1: float = 0.9,
     window: int = 10,
@@ -119,6 +121,7 @@ def scale_by_ggt(
     )
 
 
+@recorded
 def ggt(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     b1: float = 0.9,

@@ -40,7 +40,7 @@ from ..core.numerics import (
     upcast,
     wide_dtype,
 )
-from ..core.optimizer import Optimizer, about_of
+from ..core.optimizer import Optimizer, about_of, recorded
 from ..core.paths import leaves_with_path, path_name
 from ..core.rows import is_rows, is_sparse_or_none
 from ..rules.frame import Leaf
@@ -94,6 +94,7 @@ class MuonOptions:
             check_choice(PRECISIONS, iteration_dtype=self.iteration_dtype.name)
 
 
+@recorded
 def scale_by_muon(
     momentum: float = 0.95,
     nesterov: bool = True,
@@ -135,6 +136,7 @@ def scale_by_muon(
     return Optimizer(init, update, about_of(steps))
 
 
+@recorded
 def muon(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     momentum: float = 0.95,

@@ -25,6 +25,7 @@ from ..core.numerics import (
     upcast,
     wide_dtype,
 )
+from ..core.optimizer import recorded
 from ..core.rows import is_rows
 from ..rules.frame import Leaf
 from ..rules.leafwise import zeros
@@ -101,6 +102,7 @@ class SoapParameter(NamedTuple):
         return [i for i, full in enumerate(blocks.full) if full and blocks.preconditioned]
 
 
+@recorded
 def scale_by_soap(
     b1: float = 0.95,
     b2: float = 0.95,
@@ -141,6 +143,7 @@ def scale_by_soap(
     return with_owners(Owners.of(owners, exchange_dtype), make, has_basis)
 
 
+@recorded
 def soap(
     learning_rate: optax.ScalarOrSchedule = 3e-3,
     b1: float = 0.95,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.gradients import check_gradients
-from ..core.optimizer import About, Optimizer
+from ..core.optimizer import About, Optimizer, recorded
 from ..core.rows import is_rows, is_sparse_or_none
 from ..jaxprs.prove_rows import RowsOfState, rows_of_state
 from ..rules.policies import lazy
@@ -17,6 +17,7 @@ from ..state.inner import fitting, inner_transformation
 from ..state.stacks import is_stack
 
 
+@recorded
 def on_rows(
     inner: optax.GradientTransformation, *, check: bool = True
 ) -> optax.GradientTransformationExtraArgs:

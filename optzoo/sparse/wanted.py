@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from ..core.checks import check_choice, check_size
 from ..core.lines import is_lines
 from ..core.paths import check_pattern, leaves_with_path, path_name, value_by_name
+from ..core.warn import warn
 from ..jaxprs.loss import Loss, TracedLoss
 
 Sparse = Literal["warn", "require", "allow"]
@@ -113,4 +113,4 @@ class WantedRows(NamedTuple):
             raise ValueError(f"{text}. With sparse='allow' dense gradients are permitted")
         if level == "warn":
             hint = "sparse='allow' silences this warning, sparse='require' makes it an error"
-            warnings.warn(f"{text}. {hint}", DenseGradientWarning, stacklevel=4)
+            warn(f"{text}. {hint}", DenseGradientWarning)

@@ -12,7 +12,7 @@ from jax import Array
 from ..core.numerics import wide_dtype
 from ..core.paths import flatten_with_path, is_masked, path_name
 from ..core.rows import is_rows
-from .fit import kind_of
+from .fit import StateError, kind_of
 from .stacks import restack, unstack
 from .tf1_names import AVERAGE, TF1Names
 from .types import Exact, LocalSGDState, ReplicaState, Signed
@@ -71,6 +71,7 @@ def swap_averages(params: Any, state: Any) -> tuple[Any, Any]:
     Raises:
         ValueError: if no part of the state has averages or a center, or is that of a method for
             replicas; or if the averages have an axis of replicas and the parameters do not.
+        StateError: if the parameters have another structure than the averages.
     """
     nodes, treedef = jax.tree.flatten(state, is_leaf=_is_average)
     if not has_averages(state) and not _is_of_replicas(state):
@@ -87,16 +88,32 @@ def swap_averages(params: Any, state: Any) -> tuple[Any, Any]:
         with_paths = flatten_with_path
         averages, shape = with_paths(unstack(_averages(node)), is_leaf=is_masked)
         if isinstance(node, MovingAverageSlots | EMANesterovSlots):
-            _check_fits(averages, shape.flatten_up_to(params))
+            _check_fits(averages, _like(shape, params))
         pairs = [
             (x, a) if path in exchanged or is_masked(a) else (a, x)
-            for (path, a), x in zip(averages, shape.flatten_up_to(params), strict=True)
+            for (path, a), x in zip(averages, _like(shape, params), strict=True)
         ]
         exchanged |= {path for path, a in averages if not is_masked(a)}
         params = shape.unflatten([x for x, _ in pairs])
         averages = shape.unflatten([a for _, a in pairs])
         nodes[i] = _with_averages(node, restack(averages, _averages(node)))
     return params, treedef.unflatten(nodes)
+
+
+OF_NNX = (
+    "of Flax NNX give nnx.as_pure(nnx.state(model, nnx.Param)) as params and "
+    "nnx.as_pure(optimizer.opt_state) as state (nnx.pure before Flax 0.12.7)"
+)
+
+
+def _like(shape: Any, params: Any) -> list[Any]:
+    """The parameters in the order of the averages, of which this is the structure."""
+    try:
+        return shape.flatten_up_to(params)
+    except ValueError as error:
+        raise StateError(
+            f"params do not have the structure of the averages in the state: {OF_NNX}"
+        ) from error
 
 
 def start_of_average(x: Any) -> Array:

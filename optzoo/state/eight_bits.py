@@ -2,7 +2,6 @@
 
 import functools
 import math
-import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from ..core.compat import custom_jvp
 from ..core.meshes import whole_along_last
+from ..core.warn import warn
 
 GROUP = 32  # consecutive elements of the last axis that share a scale
 _NARROW = 128  # columns of a matrix whose rows have their scales beside them
@@ -213,14 +213,12 @@ def sharding_of_codes(whole: Any, x: Codes) -> Any:
 def warn_of_whole(names: Iterable[str]) -> None:
     """Warns of slots in 8 bits that are whole along mesh axes that divide their parameters."""
     if names := list(names):
-        warnings.warn(
+        warn(
             f"slots in 8 bits of {', '.join(names)} are not divided along the last axis, as their "
             f"parameters are, because a device would have a part of a group of {GROUP} elements "
             "or of their scales: each device has all of them, always or within each step. Divide "
             "another axis of these parameters, or give slots_dtype 'bfloat16' for them "
             "(optzoo.param_groups)",
-            UserWarning,
-            stacklevel=3,
         )
 
 

@@ -8,6 +8,8 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import jax
 from jax import Array
 
+from ..core.short import short_repr
+
 # A field of a slots tuple: an initializer in the call of treewise, an array (or a tuple of some)
 # in the rule, a params-shaped tree in the state. Its annotation says what it holds, by which
 # optzoo.slots_dtype knows how few bits it may have.
@@ -42,6 +44,8 @@ class LeafwiseState(NamedTuple):
     slots: Any
     shared: dict[str, Array]
 
+    __repr__ = short_repr
+
 
 class OwnersState(NamedTuple):
     """The states of matrices that have owners, and of the other parameters.
@@ -53,6 +57,8 @@ class OwnersState(NamedTuple):
 
     matrices: Any
     others: Any
+
+    __repr__ = short_repr
 
 
 def count_of(state: LeafwiseState | OwnersState) -> Array:
@@ -85,6 +91,8 @@ class AccumulateState(NamedTuple):
     inner: Any
     cycle: Any = ()  # a Cycle if a schedule gives its length
 
+    __repr__ = short_repr
+
 
 class SkipSpikesState(NamedTuple):
     """The state of :func:`optzoo.skip_spikes`.
@@ -102,6 +110,8 @@ class SkipSpikesState(NamedTuple):
     norms: Any  # the same of the gradients
     inner: Any
 
+    __repr__ = short_repr
+
 
 class MasterWeightsState(NamedTuple):
     """The state of :func:`optzoo.master_weights`.
@@ -115,6 +125,8 @@ class MasterWeightsState(NamedTuple):
 
     inner: Any
     corrections: Any  # like the parameters: int8 or int16; () of one that is not in bfloat16
+
+    __repr__ = short_repr
 
 
 class RowsOfCycle(NamedTuple):
@@ -155,6 +167,8 @@ class LocalSGDState(NamedTuple):
     replicated: LocalSGDReplicated
     per_replica: LocalSGDPerReplica
 
+    __repr__ = short_repr
+
 
 class SharedParamsState(NamedTuple):
     """Replicas that share one copy of the parameters and of the inner state.
@@ -168,6 +182,8 @@ class SharedParamsState(NamedTuple):
 
     replicated: Any  # a named tuple of the method, with at least ``global_step`` and ``inner``
     per_replica: Any  # a named tuple of the method, with at least ``local_step``
+
+    __repr__ = short_repr
 
 
 # For isinstance.

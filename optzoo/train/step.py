@@ -1,7 +1,6 @@
 """The train step: rows are read, the loss is differentiated, and tables and all else updated."""
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from ..core.checks import check_flags, check_transformation
 from ..core.optimizer import about_of
 from ..core.paths import leaves_with_path, path_name
 from ..core.rows import is_rows
+from ..core.warn import warn
 from ..deferred.optimizer import DeferredOptimizer, final_update
 from ..jaxprs.loss import Gradients, Loss, TracedLoss, trace_loss
 from ..jaxprs.reads import check_all_read
@@ -154,10 +154,11 @@ class Tables:
         given = traced.looked_up | self.elsewhere
         update = lambda grads: self.model.tx.update(grads, self.state, self.params, **extra_args)
         asked = gathers - given - self.wanted.required
-        refused = asked - takes_rows(update, self.params, given, asked)
+        taken, refusing = takes_rows(update, self.params, given, asked)
+        refused = asked - taken
         pure = {found.leaf for found in loss.lookups if not loss.uses[found.leaf]}
         for i in sorted(refused & pure):
-            self.wanted.report_dense(i, _NO_ROWS)
+            self.wanted.report_dense(i, _NO_ROWS.format(refusing))
         if refused:
             loss = traced.with_taps(self.elsewhere, gathers - refused)
         self.check(loss)
@@ -195,9 +196,7 @@ class Tables:
         return {"value": value, **extra_args} if needs_loss(self.state) else extra_args
 
 
-_NO_ROWS = (
-    "the optimizer takes no rows as its gradient. Those of optzoo do, and optzoo.on_rows(tx) does"
-)
+_NO_ROWS = "{} in tx takes no rows as its gradient. Those of optzoo do, and optzoo.on_rows(tx) does"
 
 
 def train_step(
@@ -263,4 +262,4 @@ def report_reads(name: str, sparse: Sparse) -> None:
     )
     if sparse == "require":
         raise ValueError(f"{text}. With sparse='allow' this is permitted")
-    warnings.warn(f"{text}. sparse='allow' silences this", DenseGradientWarning, stacklevel=4)
+    warn(f"{text}. sparse='allow' silences this", DenseGradientWarning)

@@ -14,9 +14,10 @@ from ..core.checks import check_update_arguments
 from ..core.gradients import check_arrays
 from ..core.norms import over_shards
 from ..core.numerics import next_count
-from ..core.optimizer import About, Optimizer
+from ..core.optimizer import About, Optimizer, recorded
 from ..core.paths import leaves_with_path, path_name
 from ..core.rows import is_rows, is_sparse_or_none
+from ..core.short import short_repr
 from ..distributed.engine.collectives import AxisName
 from ..jaxprs.reads import note_reads
 
@@ -28,7 +29,10 @@ class CheckNumericsState(NamedTuple):
 
     count: Array
 
+    __repr__ = short_repr
 
+
+@recorded
 def check_numerics(
     what: str = "gradient", *, axis_name: AxisName = "replica"
 ) -> optax.GradientTransformationExtraArgs:

@@ -9,6 +9,7 @@ import optax
 
 from ..core.checks import check_positive
 from ..core.norms import clipping_factor, norm, times
+from ..core.optimizer import recorded
 from ..core.rows import is_rows
 from ._per_leaf import on_each
 
@@ -18,6 +19,7 @@ def clipped_by_average_norm(g: Any, size: int, max_norm: Any) -> Any:
     return times(clipping_factor(norm(g), max_norm * size), g)
 
 
+@recorded
 def clip_by_average_norm(max_norm: float) -> optax.GradientTransformation:
     r"""Clips norms relative to the number of elements, as in RETURNN's ``gradient_clip_avg_norm``.
 

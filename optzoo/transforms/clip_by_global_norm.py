@@ -6,8 +6,10 @@ import optax
 
 from ..core.checks import check_positive
 from ..core.norms import clipped_by_global_norm
+from ..core.optimizer import recorded
 
 
+@recorded
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     r"""Clips the global norm of all gradients, as in ``tf.clip_by_global_norm``.
 

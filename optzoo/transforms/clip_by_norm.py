@@ -8,6 +8,7 @@ import optax
 
 from ..core.checks import check_positive
 from ..core.norms import clipping_factor, norm, times
+from ..core.optimizer import recorded
 from ._per_leaf import on_each
 
 
@@ -16,6 +17,7 @@ def clipped_by_norm(g: Any, max_norm: Any) -> Any:
     return times(clipping_factor(norm(g), max_norm), g)
 
 
+@recorded
 def clip_by_norm(max_norm: float) -> optax.GradientTransformation:
     r"""Clips the norm of each gradient, as in RETURNN's ``gradient_clip_norm``.
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.gradients import check_arrays
+from ..core.optimizer import recorded
 from ..core.rows import is_rows
 from ._per_leaf import on_listed
 
@@ -18,6 +19,7 @@ def filtered(g: Any) -> Any:
     return on_listed(lambda v: jnp.where(jnp.isfinite(v), v, 0), g)
 
 
+@recorded
 def gradient_nan_inf_filter() -> optax.GradientTransformation:
     r"""Replaces NaN and infinities by zero, as in ``returnn.tf.util.basic.nan_to_num``.
 

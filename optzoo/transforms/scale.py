@@ -13,10 +13,12 @@ from ..core.checks import check, check_function
 from ..core.gradients import check_arrays
 from ..core.norms import times
 from ..core.numerics import next_count
+from ..core.optimizer import recorded
 from ..core.rows import is_rows
 from ..core.schedules import at_step
 
 
+@recorded
 def scale(step_size: float) -> optax.GradientTransformation:
     r"""Multiplies all gradients by a number: :math:`g \leftarrow c\, g`.
 
@@ -42,6 +44,7 @@ def scale(step_size: float) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, _: _scaled(step_size, updates))
 
 
+@recorded
 def scale_by_schedule(step_size_fn: optax.Schedule) -> optax.GradientTransformation:
     r"""Multiplies all gradients by a schedule: :math:`g \leftarrow c_t\, g`.
 

@@ -12,8 +12,10 @@ from jax import Array, lax
 from ..core.gradients import check_arrays
 from ..core.norms import norm, over_shards
 from ..core.numerics import upcast
+from ..core.optimizer import recorded
 from ..core.paths import leaves_with_path, path_name
 from ..core.rows import is_rows, is_sparse_or_none
+from ..core.short import short_repr
 
 
 class Summary(NamedTuple):
@@ -29,6 +31,8 @@ class GradientSummariesState(NamedTuple):
 
     leaves: Summary
 
+    __repr__ = short_repr
+
 
 class Summaries(NamedTuple):
     """The result of :func:`read_summaries`."""
@@ -37,6 +41,7 @@ class Summaries(NamedTuple):
     global_norm: Array
 
 
+@recorded
 def gradient_summaries() -> optax.GradientTransformation:
     """Keeps the norm, the largest element and the number of non-finite ones of each gradient.
 

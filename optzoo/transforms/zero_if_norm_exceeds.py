@@ -12,6 +12,7 @@ from jax import Array
 from ..core.checks import check_positive
 from ..core.gradients import check_arrays
 from ..core.norms import global_norm
+from ..core.optimizer import recorded
 from ..core.rows import SparseRows, is_rows, map_rows
 from ._per_leaf import on_listed
 
@@ -26,6 +27,7 @@ def is_within(norm: Array, max_norm: Any) -> Array:
     return jnp.isfinite(norm) & (norm <= max_norm)
 
 
+@recorded
 def zero_if_norm_exceeds(max_norm: float) -> optax.GradientTransformation:
     r"""Zeroes gradients whose norm is too large, as in RETURNN's ``grad_norm_to_clip_to_zero``.
 

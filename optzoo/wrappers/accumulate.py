@@ -18,7 +18,7 @@ from ..core.gradients import check_gradients
 from ..core.lines import in_lines, is_lines
 from ..core.meshes import mesh_of, placed, placed_as, spec_of
 from ..core.numerics import is_trainable, next_count, saturating_cast, wide_dtype
-from ..core.optimizer import About, Optimizer
+from ..core.optimizer import About, Optimizer, recorded
 from ..core.paths import map_with_path, path_name, value_by_name
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
 from ..core.schedules import at_step
@@ -28,6 +28,7 @@ from ..state.inner import check_not_around_replicas, fitting, inner_transformati
 from ..state.types import AccumulateState, Cycle, RowsOfCycle
 
 
+@recorded
 def accumulate(
     inner: optax.GradientTransformation,
     every: int | optax.Schedule,

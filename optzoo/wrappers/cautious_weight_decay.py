@@ -9,12 +9,13 @@ import optax
 
 from ..core.checks import check_not_negative, with_decay_per_step
 from ..core.gradients import check_gradients
-from ..core.optimizer import Optimizer, reads_of
+from ..core.optimizer import Optimizer, reads_of, recorded
 from ..core.paths import check_mask, only_for
 from ..rules.leafwise import leafwise
 from ..state.inner import fitting, inner_transformation
 
 
+@recorded
 @with_decay_per_step
 def cautious_weight_decay(
     inner: optax.GradientTransformation,

@@ -9,7 +9,7 @@ import optax
 
 from ..core.checks import check_size
 from ..core.gradients import check_gradients
-from ..core.optimizer import Optimizer
+from ..core.optimizer import Optimizer, recorded
 from ..core.paths import check_mask
 from ..state.division import Division, is_traced, kept
 from ..state.inner import fitting, inner_transformation
@@ -20,6 +20,7 @@ MIN_SIZE = (
 )  # elements of a parameter whose slots are divided: a collective costs more than less
 
 
+@recorded
 def divide_states(
     inner: optax.GradientTransformation,
     axis: str | tuple[str, ...],

@@ -13,9 +13,10 @@ from ..core.checks import check_fraction, check_params, check_size
 from ..core.gradients import check_gradients
 from ..core.meshes import like_first
 from ..core.numerics import next_count, upcast
-from ..core.optimizer import About, Optimizer
+from ..core.optimizer import About, Optimizer, recorded
 from ..core.paths import leaves_with_path, path_name
 from ..core.rows import is_sparse_or_none
+from ..core.short import short_repr
 from ..state.inner import fitting, inner_transformation
 from ._moved import moved_update
 
@@ -26,7 +27,10 @@ class EMAInPlaceState(NamedTuple):
     count: Array
     inner: Any
 
+    __repr__ = short_repr
 
+
+@recorded
 def ema_in_place(
     inner: optax.GradientTransformation,
     every: int = 10,

@@ -8,7 +8,7 @@ import optax
 
 from ..core.checks import check_decays, check_not_negative
 from ..core.gradients import check_gradients
-from ..core.optimizer import About, Optimizer, reads_of
+from ..core.optimizer import About, Optimizer, reads_of, recorded
 from ..core.paths import check_mask, only_for
 from ..rules.leafwise import leafwise, zeros
 from ..rules.policies import dense
@@ -17,6 +17,7 @@ from ..state.deferred import has_deferred
 from ..state.inner import fitting, inner_transformation
 
 
+@recorded
 def ema_nesterov(
     inner: optax.GradientTransformation,
     lookahead: optax.ScalarOrSchedule,

@@ -12,8 +12,9 @@ from jax import Array
 from ..core.checks import check_flags, check_fraction, check_params, check_size
 from ..core.gradients import check_gradients
 from ..core.numerics import common_cycle, next_count, upcast, wide_dtype
-from ..core.optimizer import About, Optimizer
+from ..core.optimizer import About, Optimizer, recorded
 from ..core.rows import is_sparse_or_none
+from ..core.short import short_repr
 from ..state.inner import fitting, inner_transformation
 from ._moved import moved_update
 
@@ -25,7 +26,10 @@ class EnsembleState(NamedTuple):
     average: Any  # like the parameters, in float32 at least
     inner: Any
 
+    __repr__ = short_repr
 
+
+@recorded
 def ensemble(
     inner: optax.GradientTransformation,
     every: int = 10000,

@@ -12,9 +12,10 @@ from jax import Array
 from ..core.checks import check_params, check_rate
 from ..core.gradients import check_gradients
 from ..core.numerics import next_count, safe_divide
-from ..core.optimizer import About, Optimizer
+from ..core.optimizer import About, Optimizer, recorded
 from ..core.paths import is_masked, leaves_with_path, path_name
 from ..core.schedules import at_step
+from ..core.short import short_repr
 from ..state.deferred import has_deferred
 from ..state.inner import fitting, inner_transformation
 from ._dims import axes_of, check_dims, norms, update_to, with_axes
@@ -26,7 +27,10 @@ class HyperballState(NamedTuple):
     count: Array
     inner: Any
 
+    __repr__ = short_repr
 
+
+@recorded
 def hyperball(
     inner: optax.GradientTransformation, learning_rate: optax.ScalarOrSchedule, dims: Any
 ) -> optax.GradientTransformationExtraArgs:

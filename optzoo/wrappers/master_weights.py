@@ -15,7 +15,7 @@ from ..core.checks import check_choice, check_params
 from ..core.compat import custom_jvp
 from ..core.donation import unshared
 from ..core.gradients import check_gradients
-from ..core.optimizer import Optimizer
+from ..core.optimizer import Optimizer, recorded
 from ..core.paths import is_masked
 from ..core.rows import is_rows
 from ..state.fit import StateError
@@ -29,6 +29,7 @@ _INFINITY, _GREATEST = np.uint32(0x7F800000), np.uint32(0x7F7F0000)
 _NAN = np.asarray(np.nan, jnp.bfloat16)  # of NumPy, so that it may be made where NaN is an error
 
 
+@recorded
 def master_weights(
     inner: optax.GradientTransformation, bits: Literal[24, 32] = 24
 ) -> optax.GradientTransformationExtraArgs:

@@ -11,7 +11,7 @@ import optax
 
 from ..core.checks import check_decays, check_not_negative
 from ..core.gradients import check_gradients
-from ..core.optimizer import About, Optimizer, reads_of
+from ..core.optimizer import About, Optimizer, reads_of, recorded
 from ..rules.leafwise import leafwise
 from ..state.averages import MovingAverageSlots, start_of_average
 from ..state.decay_rule import Deferral
@@ -19,6 +19,7 @@ from ..state.deferred import has_deferred
 from ..state.inner import fitting, inner_transformation
 
 
+@recorded
 def moving_average(
     inner: optax.GradientTransformation,
     average_decay: float = 0.9999,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.gradients import check_gradients
-from ..core.optimizer import Optimizer
+from ..core.optimizer import Optimizer, recorded
 from ..core.paths import leaves_with_path, map_with_path, out_of_box, owner_of
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ..rules.policies import lazy, linear
@@ -19,6 +19,7 @@ from ..state.stacks import layout_of
 from ..state.types import AccumulateState, nodes_of
 
 
+@recorded
 def multitask(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:

@@ -9,7 +9,7 @@ import optax
 
 from ..core.boxes import marks_of_boxes
 from ..core.checks import check_transformation
-from ..core.optimizer import About, Optimizer, reads_of
+from ..core.optimizer import About, Optimizer, reads_of, recorded
 from ..core.paths import check_pattern, map_with_path, path_name, patterns_by_name
 from ..core.rows import is_sparse_or_none
 from ..state.inner import fitting, inner_transformation
@@ -18,6 +18,7 @@ from ..state.types import GROUP
 _REST = ".*"
 
 
+@recorded
 def param_groups(
     transforms: Mapping[str, optax.GradientTransformation],
 ) -> optax.GradientTransformationExtraArgs:

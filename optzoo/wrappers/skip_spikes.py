@@ -15,7 +15,7 @@ from ..core.compat import vary, varying
 from ..core.gradients import check_gradients
 from ..core.norms import global_norm
 from ..core.numerics import next_count
-from ..core.optimizer import Optimizer
+from ..core.optimizer import Optimizer, recorded
 from ..core.rows import SparseRows, is_rows, map_rows, zeros_like_update
 from ..distributed.engine.collectives import AxisName, Replicas
 from ..state.inner import check_not_around_replicas, fitting, inner_transformation
@@ -24,6 +24,7 @@ from ..state.types import AccumulateState, SkipSpikesState, nodes_of
 Watched = Literal["loss", "norm"]
 
 
+@recorded
 def skip_spikes(
     inner: optax.GradientTransformation,
     *,

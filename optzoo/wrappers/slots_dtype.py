@@ -17,7 +17,7 @@ from ..core.checks import check_flags, check_floating, check_size
 from ..core.lines import in_lines
 from ..core.meshes import automatically
 from ..core.numerics import is_trainable, promote_types
-from ..core.optimizer import Notes, Optimizer
+from ..core.optimizer import Notes, Optimizer, recorded
 from ..state.eight_bits import (
     Codes,
     RootCodes,
@@ -47,6 +47,7 @@ from ..state.types import (
 )
 
 
+@recorded
 def slots_dtype(
     inner: optax.GradientTransformation,
     dtype: DTypeLike,

@@ -13,7 +13,7 @@ import optax
 from ..core.boxes import without_boxes
 from ..core.checks import check_flags, check_size, check_update_arguments
 from ..core.gradients import check_gradients
-from ..core.optimizer import Optimizer
+from ..core.optimizer import Optimizer, recorded
 from ..core.paths import check_mask, resolve_mask
 from ..core.rows import is_rows
 from ..state.inner import fitting, inner_transformation
@@ -32,6 +32,7 @@ from ..state.storage import ROUNDING
 from ._stack_check import check_same_operations
 
 
+@recorded
 def stacked(
     inner: optax.GradientTransformation,
     mask: Any = None,

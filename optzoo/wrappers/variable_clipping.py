@@ -9,12 +9,13 @@ import optax
 
 from ..core.checks import check_params, check_positive
 from ..core.gradients import check_gradients
-from ..core.optimizer import About, Optimizer
+from ..core.optimizer import About, Optimizer, recorded
 from ..core.rows import SparseRows, is_rows, map_rows
 from ..state.inner import fitting, inner_transformation
 from ._dims import check_dims, norms, update_to, with_axes
 
 
+@recorded
 def variable_clipping(
     inner: optax.GradientTransformation, dims: Any, max_norm: float
 ) -> optax.GradientTransformationExtraArgs:

@@ -11,12 +11,13 @@ import optax
 from ..core.checks import check_not_negative, check_params, with_decay_per_step
 from ..core.gradients import check_gradients
 from ..core.numerics import upcast
-from ..core.optimizer import Optimizer
+from ..core.optimizer import Optimizer, recorded
 from ..core.paths import check_mask, resolve_mask
 from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
 from ..state.inner import fitting, inner_transformation
 
 
+@recorded
 @with_decay_per_step
 def decoupled_weight_decay(
     inner: optax.GradientTransformation, *, weight_decay_per_step: float, mask: Any = None

@@ -11,6 +11,7 @@ from optzoo.compiled.report import (
     _between,
     _blocking,
     _collectives,
+    _large,
     _overlaps,
 )
 
@@ -38,6 +39,47 @@ def test_what_takes_new_memory():
     }
     sizes = {op.name: op.sizes for op, _ in program.operations()}
     assert sizes["fusion.2"] == (TABLE, TABLE // 2) and sizes["while.1"] == (4, TABLE)
+
+
+COPIES = """HloModule jit_step, is_scheduled=true, input_output_alias={ {}: (0, {}, may-alias) }
+
+%fused (p: f32[64]) -> f32[64] {
+  %p = f32[64]{0:T(128)S(1)} parameter(0)
+  ROOT %sin = f32[64]{0:T(128)S(1)} sine(%p)
+}
+
+ENTRY %main (x: f32[64], y: f32[64]) -> f32[64] {
+  %x = f32[64]{0:T(128)} parameter(0), metadata={op_name="x"}
+  %y = f32[64]{0:T(128)} parameter(1), metadata={op_name="y"}
+  %copy-start = (f32[64]{0:T(128)S(1)}, f32[64]{0:T(128)}, u32[]{:S(2)}) copy-start(%x)
+  %slice-start = ((f32[64]{0:T(128)}), f32[32]{0:T(128)S(1)}, s32[]{:S(2)}) slice-start(%y)
+  %slice-start.1 = ((f32[64]{0:T(128)}), f32[32]{0:T(128)S(1)}, s32[]{:S(2)}) slice-start(%y)
+  %to_host = (f32[64]{0:T(128)S(5)}, f32[64]{0:T(128)}, u32[]{:S(2)}) copy-start(%y)
+  %again = (f32[64]{0:T(128)}, f32[64]{0:T(128)}, u32[]{:S(2)}) copy-start(%y)
+  %copy-done = f32[64]{0:T(128)S(1)} copy-done(%copy-start)
+  %slice-done = f32[32]{0:T(128)S(1)} slice-done(%slice-start)
+  %slice-done.1 = f32[32]{0:T(128)S(1)} slice-done(%slice-start.1)
+  %joined = f32[64]{0:T(128)S(1)} custom-call(%slice-done, %slice-done.1), TARGET
+  %on_host = f32[64]{0:T(128)S(5)} copy-done(%to_host)
+  %other = f32[64]{0:T(128)} copy-done(%again)
+  %fusion = f32[64]{0:T(128)S(1)} fusion(%copy-done, %joined), kind=kLoop, calls=%fused
+  %copy-start.1 = (f32[64]{0:T(128)}, f32[64]{0:T(128)S(1)}, u32[]{:S(2)}) copy-start(%fusion)
+  ROOT %copy-done.1 = f32[64]{0:T(128)} copy-done(%copy-start.1)
+}
+""".replace("TARGET", 'custom_call_target="ConcatBitcast"')
+
+
+def test_copies_that_begin_and_end_apart():
+    """Each is one array, and says which memory it is in; slices that are joined are one, too."""
+    found = [(one.operation, one.nbytes, one.of) for one in _large(Program(COPIES), 256)]
+    assert found == [
+        ("copy to VMEM", 256, "x"),
+        ("copy", 256, "y"),
+        ("copy", 256, "y"),
+        ("custom-call joined", 256, "y"),
+        ("fusion fusion", 256, "x"),
+        ("copy from VMEM", 256, "x"),
+    ]
 
 
 def test_names_and_lines():

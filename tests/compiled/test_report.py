@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optzoo
+from optzoo.compiled.report import Blocking, Collectives, LargeOperation, Overlap, Placement
 
 pytestmark = pytest.mark.optimized
 
@@ -53,10 +55,54 @@ def test_estimates_that_are_shown():
         "estimated_cycles": (7000, "7,000 cycles"),
     }
     nothing = dict.fromkeys(shown)
+    found = dataclasses.replace(found, large=())
     last = lambda **given: str(dataclasses.replace(found, **nothing | given)).splitlines()[-1]
     assert last().strip() == "none"
     for name, (value, words) in shown.items():
         assert last(**{name: value}).strip() == words
+
+
+def with_many():
+    """A report with a dozen of each kind, the largest in the middle."""
+    sizes = [10**6 * (n if n < 7 else 30 - n) for n in range(1, 13)]
+    return dataclasses.replace(
+        report(lambda x: x + 1, of(1000)),
+        not_reused={f"lost{size}": size for size in sizes},
+        placements=tuple(Placement(0, f"moved{n}", n, n, True, False) for n in sizes),
+        large=tuple(LargeOperation("copy", n, False, f"new{n}", ("a.py:1",)) for n in sizes),
+        collectives=(Collectives("all-reduce", False, 24, sum(sizes), ("f32",)),),
+        blocking=tuple(Blocking("all-reduce", n, ("f32",), f"waits{n}") for n in sizes[:8]),
+        overlaps=tuple(Overlap("all-gather", n, 0, (), ("f32",), n) for n in sizes),
+    )
+
+
+def test_ten_of_each_are_shown():
+    """Totals first, then the largest ones, those that block before those that do not."""
+    found = with_many()
+    text, full = str(found), found.full()
+    lines = text.splitlines()
+    sizes = lambda name, text: [int(n) // 10**6 for n in re.findall(rf"\b{name}(\d+)", text)]
+    cycles = lambda text: re.findall(r"all-gather .* (\d+),000,000 cycles", text)
+    largest = [*range(23, 17, -1), *range(6, 0, -1)]
+    for name in ("lost", "moved", "new"):
+        assert (sizes(name, text), sizes(name, full)) == (largest[:10], largest)
+    assert sizes("waits", text) == sizes("waits", full) == [23, 22, *largest[6:]]
+    assert cycles(text) == ["23", "22"] and list(map(int, cycles(full))) == largest
+    totals = [
+        "donated and not reused: 12, 144.0 MB",
+        "returned in another sharding: 12",
+        "new arrays of 0.0 MB or more: 12, 144.0 MB",
+        "collectives: 24",
+        "  beside nothing, outside of loops: 8, 66.0 MB",
+        "  beside other operations: 12, 144.0 MB, 144,000,000 cycles of other operations",
+        "donated and not reused:",
+    ]
+    assert [line for line in lines if line in totals] == totals
+    assert lines[-1] == (
+        "2 more arguments that are not reused, 2 more arguments in another sharding, 2 more new "
+        "arrays, 10 more collectives beside other operations: report.full() has them"
+    )
+    assert "report.full()" not in full
 
 
 def test_an_operation_as_large_as_the_table():
@@ -207,7 +253,9 @@ def test_where_arguments_are():
         "batch": (2, "batch", 128, 16, False, None),
         "scale": ("scale", "scale", 4, 4, False, None),
     }
-    assert "returned in another sharding: 1\n  params['w']\n" in str(of_eight_devices())
+    text = str(of_eight_devices())
+    assert "\nreturned in another sharding: 1\n" in text
+    assert "\nreturned in another sharding:\n  params['w']\n" in text
 
 
 def test_results_of_a_step_of_one_tree():

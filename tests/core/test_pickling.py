@@ -57,7 +57,7 @@ def copied(x):
 
 @pytest.mark.parametrize("name", [*optzoo.CATALOG, *WRAPPERS])
 def test_transformations(name):
-    """Before and after they are used, with what they remember of calls."""
+    """Before and after they are used."""
     if name in WRAPPERS:
         tx = WRAPPERS[name](optzoo.lazy_adam(0.1))
     else:

@@ -8,6 +8,7 @@ from flax import nnx
 
 import optzoo
 from optzoo.interop.nnx import as_pure
+from optzoo.state.fit import StateError
 
 ROWS = {"embed/embedding": "require"}  # the table is small
 IDS = np.array([[1, 5, 1], [3, 5, 5]])
@@ -193,6 +194,30 @@ def test_rows_that_rest():
     params = as_pure(nnx.state(table, nnx.Param))
     params, _ = optzoo.rows.catch_up(params, as_pure(optimizer.opt_state))
     np.testing.assert_allclose(params["embedding"], want, rtol=1e-5)
+
+
+def test_parameters_to_evaluate():
+    """They are found without variables; with them an error says how to get rid of them."""
+    table = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    tx = optzoo.moving_average(optzoo.gradient_descent(1.0), 0.5)
+    optimizer = nnx.Optimizer(table, tx, wrt=nnx.Param)
+    start = jax.tree.map(jnp.array, as_pure(nnx.state(table, nnx.Param)))
+    optimizer.update(table, jax.tree.map(jnp.ones_like, nnx.state(table, nnx.Param)))
+    params = as_pure(nnx.state(table, nnx.Param))
+    got = optzoo.eval_params(params, as_pure(optimizer.opt_state))
+    jax.tree.map(lambda a, x: np.testing.assert_allclose(a, x - 0.5, rtol=1e-6), got, start)
+
+    remedy = r"give nnx\.as_pure\(nnx\.state\(model, nnx\.Param\)\) as params and nnx\.as_pure\("
+    for state in (nnx.state(optimizer), optimizer):
+        with pytest.raises(
+            TypeError, match=rf"that of tx, got an nnx\.(State|Optimizer): .*{remedy}"
+        ):
+            optzoo.eval_params(params, state)
+    for given in (nnx.state(table, nnx.Param), table, params):
+        with pytest.raises(StateError, match=f"structure of the averages.*{remedy}"):
+            optzoo.eval_params(given, optimizer.opt_state)
+    plain = nnx.Optimizer(table, optzoo.adam(0.1), wrt=nnx.Param)
+    assert optzoo.eval_params(params, plain.opt_state).keys() == params.keys()
 
 
 def test_slots_and_parameters_of_several_arrays():

@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,6 +50,33 @@ def test_finds_the_better_rate_and_describes_its_runs():
     assert result["metrics"]["slope"]["mean"] > 1
     assert result["steps to target"]["mean"] in range(0, 41)
     assert result["state bytes per parameter"] == 4 / 2  # one count for two parameters
+
+
+def keys_of(x):
+    """The keys of a dict and of those in it, but for names of arguments, metrics and problems."""
+    if isinstance(x, dict):
+        by_name = {"arguments", "metrics", "published"}
+        return set(x).union(*(keys_of(x[key]) for key in x.keys() - by_name))
+    return set().union(*map(keys_of, x)) if isinstance(x, list) else set()
+
+
+def test_the_keys_of_a_result_are_those_of_the_docstring():
+    """All of them, and no others."""
+    problem = line(
+        embeddings=True, published=lambda name: {"runs": 1}, track=lambda params: params["w"]
+    )
+    unsuited = line(name="unsuited", init=lambda key: {"w": jnp.array(1j), "b": jnp.zeros(())})
+    document = race.run([problem, unsuited], ["adam"], settings=QUICK)
+    [result], [skipped] = document["results"], document["skipped"]
+    parts = inspect.getdoc(race.run).partition("Returns:\n")[2].partition("Raises:\n")[0]
+    of_all, _, of_result = parts.partition("A result has")
+    named = lambda text: set(re.findall(r"``([a-z]+(?:\s+\w+)*)``", text)) - {"out"}
+    named_in = lambda text: {" ".join(key.split()) for key in named(text)}
+    want = {*document, *document["problems"]["line"], *skipped}
+    assert named_in(of_all) == want
+    assert {"line", "unsuited"} == document["problems"].keys()
+    assert result["metrics"].keys() == {"slope"}
+    assert named_in(of_result) == keys_of(result)
 
 
 def test_the_curve_is_what_a_plain_loop_gives():

@@ -100,6 +100,17 @@ def test_touched_rows_equal_those_of_a_dense_run():
     assert (first["a"] != params()["a"]).any(1).sum() == len(TOUCHED)
 
 
+def signs(update):
+    return optax.GradientTransformation(lambda params: (), update)
+
+
+def signs_by_name():
+    def update(updates, state, params=None):
+        return jax.tree.map(jnp.sign, updates), state
+
+    return signs(update)
+
+
 REFUSE_ROWS = {
     "adam": optax.adam(0.1),
     "sgd": optax.sgd(0.1),
@@ -109,10 +120,32 @@ REFUSE_ROWS = {
 }
 
 
+REFUSING = {
+    "adam": ("optax.scale_by_adam", optax.adam(0.1)),
+    "clip": ("optax.clip", optax.chain(optax.clip(0.1), optzoo.lazy_adam(0.1))),
+    "last": ("optax.ema", optax.named_chain(("first", optax.identity()), ("last", optax.ema(0.9)))),
+    "a group": ("optax.scale", optzoo.param_groups({".*": optax.sgd(0.1)})),
+    "a user's": ("tests.signs_by_name", optax.chain(signs_by_name(), optzoo.lazy_adam(0.1))),
+    "no name": (
+        "a transformation",
+        optax.chain(signs(lambda us, s, p=None: (jax.tree.map(jnp.sign, us), s)), optax.sgd(0.1)),
+    ),
+    "MultiSteps": ("a transformation", REFUSE_ROWS["MultiSteps"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_what_refuses_rows_is_named(name):
+    """Not the whole, of which it may be a small part."""
+    refusing, tx = REFUSING[name]
+    with pytest.raises(ValueError, match=f"are read: {refusing} in tx takes no rows as its grad"):
+        trace(tx, sparse="require")
+
+
 @pytest.mark.parametrize("name", REFUSE_ROWS)
 def test_an_optimizer_that_takes_no_rows_gets_dense_gradients(name):
     tx, some = REFUSE_ROWS[name], ["b"] if name == "a group" else ["a", "b"]
-    message = "of '{}' is dense, although .*: the optimizer takes no rows as its gradient"
+    message = "of '{}' is dense, although .*: .* in tx takes no rows as its gradient"
     with pytest.warns(DenseGradientWarning) as seen:
         trace(tx)
     assert [str(w.message).split("'")[1] for w in seen] == some

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +15,9 @@ import optax
 
 from ...core.checks import check_flags, check_not_negative, check_positive, check_rate
 from ...core.numerics import wide_dtype
+from ...core.optimizer import recorded
 from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
+from ...core.warn import warn
 from ...first_order.adagrad_eps import adagrad_eps
 from ...first_order.counter_row_wise_adagrad import counter_row_wise_adagrad
 from ...first_order.cowclip_row_wise_adagrad import cowclip_row_wise_adagrad
@@ -46,6 +47,7 @@ _NEVER = 2**31 - 1  # updates
 Transformation = optax.GradientTransformationExtraArgs
 
 
+@recorded
 def fbgemm_optimizer(
     optimizer: Any,
     *,
@@ -139,7 +141,7 @@ def fbgemm_optimizer(
     _check_extra(name, extra_optimizer_config)
     _warn_about_ignored(name, kind.reads, given)
     if stochastic_rounding:
-        _warn("stochastic_rounding does nothing here: tables of 16 bits are rounded to the nearest")
+        warn("stochastic_rounding does nothing here: tables of 16 bits are rounded to the nearest")
     bound = max_gradient if gradient_clipping else None
     return _of_tables(kind.build(given), bound, rounds_once=kind.rounds_once)
 
@@ -179,7 +181,7 @@ def _row_wise_adagrad(given: _Given) -> Transformation:
     mode = _decay_mode(given)
     if mode in ("COUNTER", "COWCLIP"):
         if not _is_zero(given.max_norm):
-            _warn(f"max_norm={given.max_norm!r} does nothing with weight_decay_mode={mode!r}")
+            warn(f"max_norm={given.max_norm!r} does nothing with weight_decay_mode={mode!r}")
         return _counter(given) if mode == "COUNTER" else _cowclip(given)
     if mode == "DECOUPLE_GLOBAL":
         about = definition("global_weight_decay", given.global_weight_decay)
@@ -193,7 +195,7 @@ def _row_wise_adagrad(given: _Given) -> Transformation:
     else:
         decay = given.weight_decay
         if mode == "NONE" and decay:
-            _warn(f"weight_decay={decay!r} does nothing with weight_decay_mode='NONE'")
+            warn(f"weight_decay={decay!r} does nothing with weight_decay_mode='NONE'")
             decay = 0.0
         kind = "l2_weight_decay" if mode == "L2" else "weight_decay"
         tx = row_wise_adagrad(given.learning_rate, given.eps, **{kind: decay})
@@ -204,7 +206,7 @@ def _counter(given: _Given) -> Transformation:
     about = definition("counter_based_regularization", given.counter_based_regularization)
     tail = definition("tail_id_threshold", about["tail_id_threshold"])
     if _mode(about, "grad_sum_decay", ("NO_DECAY", "CTR_DECAY")) != "NO_DECAY":
-        _warn("grad_sum_decay does nothing: no code of FBGEMM reads it")
+        warn("grad_sum_decay does nothing: no code of FBGEMM reads it")
     every = _whole(about, "max_counter_update_freq")
     return counter_row_wise_adagrad(
         given.learning_rate,
@@ -225,10 +227,10 @@ def _cowclip(given: _Given) -> Transformation:
     about = definition("cowclip_regularization", given.cowclip_regularization)
     decay = _mode(about, "counter_weight_decay_mode", COUNTER_DECAY_MODES)
     if decay == "ADAGRADW":
-        _warn("COWCLIP with ADAGRADW decays nothing, as in FBGEMM: take L2 or DECOUPLE")
+        warn("COWCLIP with ADAGRADW decays nothing, as in FBGEMM: take L2 or DECOUPLE")
         decay = "NONE"
     if _is_zero(about["weight_norm_coefficient"]) and _is_zero(about["lower_bound"]):
-        _warn(
+        warn(
             "COWCLIP with weight_norm_coefficient=0 and lower_bound=0, FBGEMM's defaults, clips "
             "all gradients to zero: rows move by their decay only"
         )
@@ -403,11 +405,7 @@ def _warn_about_ignored(name: str, reads: frozenset[str], given: _Given) -> None
         if argument == "weight_decay_mode":
             value = member(argument, value, DECAY_MODES)
         if not (value is default or (np.ndim(value) == 0 and value == default)):
-            _warn(f"{name} ignores {argument}={value!r}, here and in FBGEMM")
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=2)
+            warn(f"{name} ignores {argument}={value!r}, here and in FBGEMM")
 
 
 def _is_zero(value: Any) -> bool:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from ...core.checks import check_decays, check_not_negative
+from ...core.short import short_repr
 
 
 def scale_by_torch_radam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
@@ -61,6 +62,8 @@ class TorchNAdamState(NamedTuple):
     mu_product: jax.Array  # of the coefficients of all steps
     mu: optax.Updates
     nu: optax.Updates
+
+    __repr__ = short_repr
 
 
 def scale_by_torch_nadam(

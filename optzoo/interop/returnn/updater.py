@@ -16,6 +16,7 @@ from ...core.norms import global_norm
 from ...core.numerics import common_cycle, next_count, safe_divide, upcast
 from ...core.paths import check_mask, hides_leaves, leaves_with_path, map_with_path, path_name
 from ...core.rows import coalesce, is_rows, is_sparse_or_none
+from ...core.short import short_repr
 from ...distributed.engine.collectives import AxisName, Replicas, divide_gradients
 from ...transforms.check_numerics import raise_if_bad
 from ...transforms.summaries import gradient_summaries
@@ -42,6 +43,8 @@ class UpdaterState(NamedTuple):
     count: Array  # of the steps
     shared: dict[str, Array]  # noise_key and grad_norm, where an option needs them
     inner: Any  # of the optimizers
+
+    __repr__ = short_repr
 
 
 def returnn_updater(

@@ -1,13 +1,13 @@
 """Whether a plan fits a checkpoint: all problems at once, before anything is made."""
 
 import fnmatch
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from ...core.warn import warn
 from .names import GLOBAL_STEP
 from .parts import Regular
 from .plan import Plan
@@ -59,7 +59,7 @@ def check_load(
     if missing or left_over:
         text = "partial=True: what is missing stays as params and tx.init have it, and what is "
         text += "left over is not loaded:\n  " + "\n  ".join([*missing, *left_over])
-        warnings.warn(text, UserWarning, stacklevel=3)
+        warn(text)
 
 
 def _matches_any(name: str, patterns: Iterable[str]) -> bool:

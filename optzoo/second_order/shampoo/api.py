@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from ...core.checks import check_decays, check_not_negative, check_positive
 from ...core.numerics import is_number
+from ...core.optimizer import recorded
 from ...core.paths import check_mask, only_for
 from ...rules.leafwise import leafwise, without_state
 from ...rules.learning_rate import descend
@@ -26,6 +27,7 @@ from .options import (
 from .transform import shampoo_transformation
 
 
+@recorded
 def scale_by_shampoo(
     max_matrix_size: int = 768,
     gbar_decay: optax.ScalarOrSchedule = 0.0,
@@ -82,6 +84,7 @@ def scale_by_shampoo(
     return shampoo_transformation(options)
 
 
+@recorded
 def shampoo(
     learning_rate: optax.ScalarOrSchedule = 1.0,
     max_matrix_size: int = 768,
@@ -265,6 +268,7 @@ def shampoo(
     return _optimizer(options, learning_rate, weight_decay, mask)
 
 
+@recorded
 def blocked_shampoo(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     b1: float = 0.9,

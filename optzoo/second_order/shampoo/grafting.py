@@ -12,8 +12,9 @@ from jax import Array
 from ...core.checks import check_transformation
 from ...core.gradients import check_gradients
 from ...core.numerics import norm, one_minus_power, safe_divide, saturating_cast, sqrt, upcast
-from ...core.optimizer import About, Optimizer, reads_of
+from ...core.optimizer import About, Optimizer, reads_of, recorded
 from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
+from ...core.short import short_repr
 from ...state.inner import fitting, inner_transformation
 from .options import StepValues, UpdateOptions
 
@@ -24,7 +25,10 @@ class GraftState(NamedTuple):
     direction: Any
     length: Any
 
+    __repr__ = short_repr
 
+
+@recorded
 def graft(
     direction: optax.GradientTransformation, length: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
