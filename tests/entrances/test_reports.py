@@ -114,4 +114,10 @@ def _(kwargs):
     return _of_rows(optzoo.rows.compiler_options, kwargs)
 
 
+@effect("cite", "name", {"optzoo": "optzoo", "lazy_adam": "kingma2015adam"})
+def _(name):
+    """The key of the first entry."""
+    return re.match(r"@\w+\{(\w+),", optzoo.cite(name))[1]
+
+
 test_an_option_has_its_effect = TABLE.test(all_quick=True)
