@@ -1,0 +1,15 @@
+"""Prints the versions of Python and of what optzoo is tested with, in one line, for CI."""
+
+import platform
+from importlib import metadata
+
+PACKAGES = ("jax", "optax", "flax", "orbax-checkpoint")
+
+
+def installed() -> list[str]:
+    """``jax 0.10.2``, and the others that are there."""
+    present = {dist.name.lower(): dist.version for dist in metadata.distributions()}
+    return [f"{name} {present[name]}" for name in PACKAGES if name in present]
+
+
+print(platform.python_version(), ", ".join(installed()))
