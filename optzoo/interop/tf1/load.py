@@ -50,7 +50,7 @@ def load_tf1_state(
             wrappers.
         params: parameters, or their shapes and dtypes (``jax.ShapeDtypeStruct``).
         checkpoint: the prefix of a checkpoint, such as ``model.ckpt-1000``, or a folder, for the
-            latest in it (TensorFlow reads it: ``pip install 'optzoo[tf1]'``); the path of an
+            latest in it (TensorFlow reads it: ``pip install '.[tf1]'`` in a clone); the path of an
             ``.npz`` file; or a mapping from names to arrays.
         names: what TensorFlow calls a parameter: None for its path here, joined by ``/``; a
             function of that; a dict from ours to TensorFlow's, for those that differ; or a list of
