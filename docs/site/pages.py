@@ -331,6 +331,8 @@ def _entry(name: str, thing: Any, module: str) -> str:
         original = f"Original: ``{entry.original}``" if entry.original else "Of optzoo"
         card = f"{original} · rows: :func:`optzoo.rules.{entry.rows}` · :doc:`/gallery`"
         card += " · :doc:`the race </docs/race>` · :doc:`which one? </docs/which_one>`"
+        if entry.original:
+            card += " · :doc:`records of the original </tests/golden/README>`"
         picture = f"/_pictures/{last}.svg"
         words = f"{last} in a valley, its loss by step, and its loss by learning rate"
         use, avoid = (text.replace("`", "``") for text in when_to_use()[last])
