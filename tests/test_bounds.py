@@ -11,6 +11,7 @@ PACKAGE = pathlib.Path(optzoo.__file__).parent
 # Where each is tested: before it, at it and beyond it.
 TESTED = {
     "compiled/hlo.py:NO_ESTIMATE": "compiled/test_hlo.py::test_cycles_beside_a_collective",
+    "compiled/report.py:_LISTED": "compiled/test_report.py::test_ten_of_each_are_shown",
     "compiled/report.py:_SMALL": "compiled/test_report.py::test_the_smallest_table",
     "compiled/requirements.py:_SHARE": "compiled/test_report.py::test_five_percent_more",
     "core/lines.py:_LANES _WASTE": "sparse/test_lines.py::test_shapes",

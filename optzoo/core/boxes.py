@@ -122,17 +122,26 @@ class Boxes:
 
     def slots(self, tree: Any) -> list[Any]:
         """The slots of a tree, without boxes; ``ValueError`` if it is of other parameters."""
-        found = self.treedef.flatten_up_to(tree)
+        found = self._found(tree)
         pairs = [(found[i], g) for i, g in zip(self._kept, self.nodes, strict=True)]
         return [content(x) if type(x) is type(g) else x for x, g in pairs]
 
     def refilled(self, tree: Any, values: Any) -> Any:
         """The tree with other slots."""
-        found = self.treedef.flatten_up_to(tree)
+        found = self._found(tree)
         for i, g, value in zip(self._kept, self.nodes, values, strict=True):
             # A slot is in a box of the same class, or alone.
             found[i] = refilled(found[i], value) if type(found[i]) is type(g) else value
         return self.treedef.unflatten(found)
+
+    def _found(self, tree: Any) -> list[Any]:
+        """What a tree has in the place of each node."""
+        found = self.treedef.flatten_up_to(tree)
+        kept = set(self._kept)
+        others = (x for i, x in enumerate(found) if i not in kept)
+        if any(content(x) is not None and not isinstance(x, optax.MaskedNode) for x in others):
+            raise ValueError("a parameter that is None has a slot")
+        return found
 
 
 def _is_leaf(x: Any) -> bool:
