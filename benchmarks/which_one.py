@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optzoo import describe
 from optzoo.catalog import CATALOG
 from optzoo.race import summary
 
@@ -54,10 +55,8 @@ def _names(group):
 
 def _state(name, shape):
     """Bytes of state for each element of a float32 array."""
-    array = jax.ShapeDtypeStruct(shape, jnp.float32)
-    entry = CATALOG[name]
-    state = jax.eval_shape(entry.make(entry.rate).init, {"w": array})
-    return f"{sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / array.size:.2g}"
+    entry, array = CATALOG[name], jax.ShapeDtypeStruct(shape, jnp.float32)
+    return f"{describe(entry.make(entry.rate), {'w': array}).state_per_parameter:.2g}"
 
 
 def _ratio(value, base):

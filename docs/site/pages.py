@@ -341,12 +341,9 @@ def _entry(name: str, thing: Any, module: str) -> str:
     # The pages of source code lead to the name in any module with names from that file.
     places = {n.rpartition(".")[0] for n, other in NAMES.items() if public.home(other) == module}
     methods = [m for m in vars(thing) if m[0] != "_"] if inspect.isclass(thing) else []
-    anchors = [
-        f'   <span id="{".".join([place, last, *method])}"></span>'
-        for place in sorted(places | {"optzoo"})
-        if f"{place}.{last}" != name
-        for method in [(), *((m,) for m in methods)]
-    ]
+    ends = [last, *(f"{last}.{method}" for method in methods)]
+    others = [p for p in sorted(places | {"optzoo"}) if f"{p}.{last}" != name]
+    anchors = [f'   <span id="{p}.{end}"></span>' for p in others for end in ends]
     if anchors:
         lines += ["", ".. raw:: html", "", *anchors]
     lines.append("")

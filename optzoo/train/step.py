@@ -23,7 +23,7 @@ from ..sparse.wanted import DenseGradientWarning, RowsSetting, Sparse
 from ..state.fit import refuse_swapped
 from ..state.inner import fitting
 from ..state.types import needs_loss
-from .takes_rows import takes_rows
+from .refused_rows import refused_rows
 
 
 class Model(NamedTuple):
@@ -154,13 +154,12 @@ class Tables:
         given = traced.looked_up | self.elsewhere
         update = lambda grads: self.model.tx.update(grads, self.state, self.params, **extra_args)
         asked = gathers - given - self.wanted.required
-        taken, refusing = takes_rows(update, self.params, given, asked)
-        refused = asked - taken
+        refused = refused_rows(update, self.params, given, asked)
         pure = {found.leaf for found in loss.lookups if not loss.uses[found.leaf]}
-        for i in sorted(refused & pure):
-            self.wanted.report_dense(i, _NO_ROWS.format(refusing))
+        for i in sorted(refused.keys() & pure):
+            self.wanted.report_dense(i, _NO_ROWS.format(refused[i]))
         if refused:
-            loss = traced.with_taps(self.elsewhere, gathers - refused)
+            loss = traced.with_taps(self.elsewhere, gathers - refused.keys())
         self.check(loss)
         return loss
 

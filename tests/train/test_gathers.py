@@ -142,10 +142,19 @@ def test_what_refuses_rows_is_named(name):
         trace(tx, sparse="require")
 
 
+def test_each_table_has_what_refuses_its_rows():
+    clipped = optax.chain(optax.clip(0.1), optzoo.lazy_adam(0.1))
+    with pytest.warns(DenseGradientWarning) as seen:
+        trace(optzoo.param_groups({"a": clipped, ".*": optax.sgd(0.1)}))
+    named = {str(w.message).split("'")[1]: str(w.message) for w in seen}
+    assert named.keys() == {"a", "b"}
+    assert "optax.clip in tx" in named["a"] and "optax.scale in tx" in named["b"]
+
+
 @pytest.mark.parametrize("name", REFUSE_ROWS)
 def test_an_optimizer_that_takes_no_rows_gets_dense_gradients(name):
     tx, some = REFUSE_ROWS[name], ["b"] if name == "a group" else ["a", "b"]
-    message = "of '{}' is dense, although .*: .* in tx takes no rows as its gradient"
+    message = "of '{}' is dense, although .*: (optax.\\w+|a transformation) in tx takes no rows"
     with pytest.warns(DenseGradientWarning) as seen:
         trace(tx)
     assert [str(w.message).split("'")[1] for w in seen] == some

@@ -1,4 +1,4 @@
-"""Whether an optimizer takes rows as the gradients of some parameters."""
+"""Of which parameters an optimizer takes no rows as gradients."""
 
 import traceback
 from collections.abc import Callable, Set
@@ -14,12 +14,12 @@ from ..core.rows import SparseRows
 _PASSING = ("chain", "named_chain", "with_extra_args_support")
 
 
-def takes_rows(
+def refused_rows(
     update: Callable[[Any], Any], params: Any, given: Set[int], asked: Set[int]
-) -> tuple[set[int], str]:
-    """Those of the parameters asked for whose gradients may be rows: the update raises no error.
+) -> dict[int, str]:
+    """Those of the parameters asked for whose gradients may not be rows: the update then fails.
 
-    And what refuses those of the others: ``'optax.clip'``, or ``'a transformation'`` if it is not
+    For each of them what refuses rows: ``'optax.clip'``, or ``'a transformation'`` if it is not
     known which.
 
     The update is traced with rows, which costs nothing at run time. If it raises an error without
@@ -34,11 +34,7 @@ def takes_rows(
     treedef = jax.tree.structure(params)
     tables = jax.tree.leaves(params, is_leaf=is_lines)
 
-    refusing = "a transformation"
-
-    def runs(rows):
-        nonlocal refusing
-
+    def error_of(rows):
         def gradient(i, x):
             if i not in rows:
                 return jnp.zeros_like(x)
@@ -53,15 +49,15 @@ def takes_rows(
         try:
             jax.eval_shape(run)
         except Exception as error:
-            refusing = _innermost(error) or refusing
-            return False
-        return True
+            return error
+        return None
 
-    if not asked or runs(given | asked):
-        return set(asked), refusing
-    alone = {i for i in asked if runs(given | {i})}
-    found, by = bool(alone), refusing
-    return (alone if found or runs(given) else set(asked)), by
+    if not asked or error_of(given | asked) is None:
+        return {}
+    errors = {i: error for i in asked if (error := error_of(given | {i})) is not None}
+    if len(errors) == len(asked) and error_of(given) is not None:
+        return {}
+    return {i: _innermost(error) or "a transformation" for i, error in errors.items()}
 
 
 def _innermost(error: Exception) -> str | None:
