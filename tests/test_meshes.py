@@ -565,6 +565,30 @@ def test_tables(kind, name, is_set):
     chex.assert_trees_all_close(jax.device_get(got), on_automatic_axes(name), rtol=1e-5)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_shard_map_over_some_axes(check_vma):
+    """Each device along one axis has its own rows, which XLA divides along the other axis.
+
+    XLA ends the process if it is to divide arrays alike that vary along the first one.
+    """
+    mesh, tx = make_mesh("Auto", "Auto"), optzoo.adam(0.1)
+    params = {k: put(mesh, PARAMS[k], P("a", "b")) for k in ("table", "kernel")}
+    grads = jax.tree.map(jnp.sin, params)
+    state = tx.init(params)
+    of_rows = jax.tree.map(lambda x: P("a") if x.ndim else P(), (params, state))
+    mapped = jax.shard_map(
+        samples.step_of(tx),
+        mesh=mesh,
+        in_specs=(*of_rows, P("a")),
+        out_specs=of_rows,
+        axis_names={"a"},
+        check_vma=check_vma,
+    )
+    got, _ = jax.jit(mapped)(params, state, grads)
+    want, _ = samples.step(tx, *jax.device_get((grads, params)))
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5)
+
+
 def test_an_array_from_outside_on_explicit_axes_is_refused():
     mesh = make_mesh("Explicit", sizes=(4,), names=("shard",))
     rows = optzoo.sharded.RowSharding(8, 4, multiple=1)

@@ -474,12 +474,12 @@ def shape_varying(shape: tuple[int, ...], dtype: Any, axes: Iterable[str]) -> An
     return jax.ShapeDtypeStruct(shape, dtype, **kind)
 
 
-def gather_invarying(tree: Any, axes: str | tuple[str, ...]) -> Any:
+def gather_invarying(tree: Any, axes: str | tuple[str, ...], dimension: int = 0) -> Any:
     """The arrays of all devices along mesh axes joined, typed as the same on all of them."""
     # Before JAX 0.10 it is only a function without a public name.
     if jax.__version_info__ >= (0, 10):
-        return lax.all_gather(tree, axes, tiled=True, to="invarying")
+        return lax.all_gather(tree, axes, axis=dimension, tiled=True, to="invarying")
     from jax._src.lax import parallel
 
     gather = getattr(parallel, "all_gather_invariant")  # noqa: B009 (unknown to the type checker)
-    return gather(tree, axes, tiled=True)
+    return gather(tree, axes, axis=dimension, tiled=True)

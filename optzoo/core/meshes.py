@@ -233,11 +233,13 @@ def placed_as(new: Any, like: Any) -> Any:
     """A tree divided over automatic axes of a mesh as another one with arrays of its shapes.
 
     XLA chooses where a result is. A state in another place would compile the next step again.
+    In a ``shard_map`` over some of the axes it does: XLA fails to group arrays there.
     """
 
     def place(new, like):
         mesh = mesh_of(like)
-        divides = mesh.size > 1 and AxisType.Auto in mesh.axis_types
+        kinds = {*mesh.axis_types}
+        divides = mesh.size > 1 and AxisType.Auto in kinds and AxisType.Manual not in kinds
         is_array = isinstance(new, jax.Array) and new.ndim > 0
         return group_shardings(new, like) if divides and is_array else new
 

@@ -168,33 +168,33 @@ def _operations_of_update(
     params = tables.params if tables.has_params else None
     with _annotate_errors(tables):
         traced = jax.make_jaxpr(update, return_shape=True)
-        jaxpr, (us, new_state) = traced(tables.updates, state, params)
-    operations = list(_operations(Graph.of(jaxpr.jaxpr, jaxpr.consts), tables.names))
+        jaxpr, after = traced(tables.updates, state, params)
+    found = list[Any]()
+    for op, top, *_ in Graph.of(jaxpr.jaxpr, jaxpr.consts).walk():
+        check_operation(op, tables.names, top.line)
+        numbers = [str(v.literal) for v in op.ins if v.literal is not None and not v.shape]
+        found.append((op.name, numbers))
+    check_shapes((tables.updates, state), after, tables.names)
+    return found
 
+
+def check_shapes(before: Any, after: Any, names: dict[int, str]) -> None:
+    """Raises unless arrays with rows have the same shape in a tree of results."""
     is_none = lambda a: a is None
-    before, treedef = jax.tree.flatten((tables.updates, state), is_leaf=is_none)
-    after = treedef.flatten_up_to((us, new_state))
-    for old, new in zip(before, after, strict=True):
-        if old is not None and row_axes(old, tables.names) and old.shape != new.shape:
+    leaves, treedef = jax.tree.flatten(before, is_leaf=is_none)
+    for old, new in zip(leaves, treedef.flatten_up_to(after), strict=True):
+        if old is not None and row_axes(old, names) and old.shape != new.shape:
             raise NotRowWise(f"it makes an array of shape {new.shape} of one of shape {old.shape}")
-    return operations
 
 
-def _operations(graph: Graph, names: dict[int, str]) -> Iterator[Any]:
-    """The names and the constants of all operations in turn; raises at one that may mix rows."""
-    for op, top, *_ in graph.walk():
-        check_operation(op, names, top.line)
-        yield op.name, [str(v.literal) for v in op.ins if v.literal is not None and not v.shape]
-
-
-def check_operation(op: Operation, names: dict[int, str], line: str) -> None:
+def check_operation(op: Operation, names: dict[int, str], line: str, rows: str = "rows") -> None:
     """Raises unless each row of the results comes from the same rows of the operands."""
     operands = [size for v in op.ins for size in row_axes(v, names)]
     results = [row_axes(v, names) for v in op.outs]
     sizes = [*operands, *itertools.chain(*results)]
     if not sizes:
         return
-    rows = f"the rows of parameter '{names[sizes[0]]}'"
+    rows = f"the {rows} of parameter '{names[sizes[0]]}'"
     if any(row_axes(v, names) for v in op.ins if v.literal is not None):
         raise NotRowWise(f"it holds a constant with {rows}")
     if op.kind is None or op.kind is Kind.MAP:

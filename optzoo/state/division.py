@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from ..core.compat import gather_invarying, varying
 from ..core.lines import is_lines
 from ..core.meshes import (
     constrained,
@@ -30,22 +32,70 @@ class Place(NamedTuple):
     given: PartitionSpec
     share: PartitionSpec
 
+    @property
+    def dimension(self) -> int | None:
+        """The one along which the slots are divided and the parameter is not; None if none."""
+        pairs = enumerate(itertools.zip_longest(self.given, self.share))
+        return next((i for i, (given, share) in pairs if given != share), None)
+
 
 class Plan(NamedTuple):
     """Where parameters, gradients and slots are; None for those that are left alone."""
 
     mesh: Any
+    axes: tuple[str, ...]
     treedef: Any
     places: list[Place | None]
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether it is in a ``shard_map``, where a device has its own share of each slot."""
+        return is_manual(self.mesh, self.axes)
+
+    @property
+    def number(self) -> int:
+        """That of the shares."""
+        return devices_along(self.mesh, self.axes)
+
     def divided(self, tree: Any) -> Any:
         """Arrays like the parameters, as their slots are divided."""
+        if self.is_on_device:
+            return self._map(self._share, tree)
         move = lambda x, place: constrained(x, self.mesh, place.share)
         return self._map(move, tree)
 
     def whole(self, tree: Any) -> Any:
         """The same, as the parameters are divided."""
+        if self.is_on_device:
+            return self._map(self._joined, tree)
         return self._map(lambda x, place: constrained(x, self.mesh, place.given), tree)
+
+    def resized(self, tree: Any, resize: Callable[[str, int], int]) -> Any:
+        """Abstract arrays like the parameters, with other sizes where their slots are divided."""
+
+        def of(x, place):
+            shape = list(jnp.shape(x))
+            if (i := place.dimension) is not None:
+                shape[i] = resize(place.name, shape[i])
+            return jax.ShapeDtypeStruct(tuple(shape), jnp.result_type(x))
+
+        return self._map(of, tree)
+
+    def _share(self, x: Any, place: Place) -> Any:
+        """That of this device."""
+        if (i := place.dimension) is None:
+            return x
+        if differs := varying(x).intersection(self.axes):
+            raise ValueError(
+                f"parameter '{place.name}' or its gradient differs along {sorted(differs)}: give "
+                "all devices the same, such as jax.lax.pmean(grads, axis)"
+            )
+        size = x.shape[i] // self.number
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.axes) * size, size, i)
+
+    def _joined(self, x: Any, place: Place) -> Any:
+        """The shares of all devices."""
+        return x if (i := place.dimension) is None else gather_invarying(x, self.axes, i)
 
     def shapes(self, params: Any) -> Any:
         """The shapes of parameters that are divided as their slots."""
@@ -74,6 +124,15 @@ class Division(NamedTuple):
     mask: Any
     min_size: int
 
+    def is_on_device(self, params: Any) -> bool:
+        """Whether it is inside of a ``shard_map`` over one of the axes."""
+        mesh = mesh_of(params)
+        mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+        return any(
+            kind == AxisType.Manual and name in self.axes
+            for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        )
+
     def plan(self, params: Any) -> Plan:
         """How the parameters, or gradients in their place, are divided, and how their slots."""
         is_leaf = lambda x: x is None or is_lines(x)
@@ -92,7 +151,7 @@ class Division(NamedTuple):
             given = self._given(path_name(path), x, mesh, spec)
             share = self._share(jnp.shape(x), given, size) if mark else given
             places.append(Place(path_name(path), given, share))
-        return Plan(mesh, treedef, places)
+        return Plan(mesh, self.axes, treedef, places)
 
     def _mesh(self, leaves: Sequence[Any]) -> Any:
         """That of the parameters, or of ``jax.set_mesh``."""
@@ -102,10 +161,12 @@ class Division(NamedTuple):
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         mine = {kinds[name] for name in self.axes}
         if AxisType.Manual in mine:
-            raise ValueError(
-                f"axis={self.axes} is an axis of the shard_map around the update, in which each "
-                "device has arrays of its own: call init and update outside of it"
-            )
+            if not is_manual(mesh, self.axes):
+                raise ValueError(
+                    f"axis={self.axes} are in part axes of the shard_map around the update: map "
+                    "over all of them, or over none"
+                )
+            return mesh
         if mine != {AxisType.Explicit} and explicit_axes(mesh):
             raise ValueError(
                 f"axis={self.axes} is automatic, and other axes of the mesh are explicit: make all "
@@ -141,6 +202,12 @@ class Division(NamedTuple):
         while entries[-1] is None:  # to jit a spec with more entries is another one
             entries.pop()
         return PartitionSpec(*entries)
+
+
+def is_manual(mesh: Any, axes: tuple[str, ...]) -> bool:
+    """Whether all of these axes of a mesh are axes of the ``shard_map`` around."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return all(kinds[name] == AxisType.Manual for name in axes)
 
 
 def is_traced(params: Any) -> bool:

@@ -11,6 +11,7 @@ from ..core.checks import check_size
 from ..core.gradients import check_gradients
 from ..core.optimizer import Optimizer, recorded
 from ..core.paths import check_mask
+from ..state.device_shares import init_shares, update_shares
 from ..state.division import Division, is_traced, kept
 from ..state.inner import fitting, inner_transformation
 from ..state.sharding import state_sharding
@@ -52,6 +53,12 @@ def divide_states(
     ``optzoo.minimize(..., mesh=mesh)`` each device gets its share of the mean gradients by a
     reduce-scatter, over one of the axes after the other.
 
+    Inside of ``jax.shard_map`` over ``axis`` parameters and gradients are whole, and the same on
+    all devices; the state is this device's share of it. Give ``shard_map`` the specs of
+    :func:`optzoo.state_sharding` for the state. There ``inner`` may compute each element from those
+    in its place, and from sums, maxima and minima of all, such as the global norm. This is proved
+    from its program, and everything else is refused.
+
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
         >>> from jax.sharding import NamedSharding, PartitionSpec
@@ -76,8 +83,9 @@ def divide_states(
     Raises:
         TypeError: if an argument is of the wrong kind.
         ValueError: if the mesh has no such axis; if a parameter that is divided over automatic axes
-            has no spec; in ``update``, if a gradient is row-sparse, or within a ``shard_map`` of
-            the axis.
+            has no spec; in ``update``, if a gradient is row-sparse; inside of ``shard_map``, if the
+            result for a share depends on other shares in another way, if a gradient differs among
+            devices, or if the state is not that of the share.
 
     References:
         Rajbhandari et al., `ZeRO: Memory Optimizations Toward Training Trillion Parameter Models
@@ -111,4 +119,19 @@ def divide_states(
             state = kept(state, state_sharding(inner, plan.shapes(like)))
         return plan.whole(news), state
 
-    return fitting(Optimizer(init, update, inner.about._replace(divide=divide)))
+    outside = fitting(Optimizer(init, update, inner.about._replace(divide=divide)))
+
+    def init_anywhere(params):
+        if division.is_on_device(params):
+            return init_shares(inner, division.plan(params), params)
+        return outside.init(params)
+
+    def update_anywhere(updates, state, params=None, **extra_args):
+        like = updates if params is None else params
+        if division.is_on_device(like):
+            check_gradients(updates, params)
+            plan = division.plan(like)
+            return update_shares(inner, plan, updates, state, params, extra_args)
+        return outside.update(updates, state, params, **extra_args)
+
+    return Optimizer(init_anywhere, update_anywhere, outside.about)
