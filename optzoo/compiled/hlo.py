@@ -83,9 +83,20 @@ class Program:
                 self._entry = head[2] if head[1] else self._entry
             elif operation := _operation(line):
                 inside[operation.name] = operation
+        for inside in self._computations.values():
+            inside.update({name: self._with_result(op) for name, op in inside.items()})
         self._inside = {name: ops for ops in self._computations.values() for name in ops}
         self.aliases = _aliases(lines[0])
         self._lines = _Lines(lines)
+
+    def _with_result(self, operation: Instruction) -> Instruction:
+        """What another core computes, such as a SparseCore: where it begins, with its result."""
+        if operation.opcode != "custom-call-start" or not operation.bodies:
+            return operation
+        body, *_ = itertools.chain(*operation.bodies.values())
+        made = _results(self._computations[body])
+        sizes, dtypes = zip(*((op.sizes, op.dtypes) for op in made), strict=True)
+        return dataclasses.replace(operation, sizes=sum(sizes, ()), dtypes=sum(dtypes, ()))
 
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
@@ -122,30 +133,35 @@ class Program:
                 for body in itertools.chain(*operation.bodies.values()):
                     yield from self._operations(body, inside)
 
-    def fused(self, operation: Instruction) -> Iterator[Instruction]:
-        """The parts of a fusion."""
-        if operation.opcode == "fusion":
-            for part in self._computations[operation.bodies["calls"][0]].values():
-                yield part
-                yield from self.fused(part)
+    def parts(self, operation: Instruction) -> Iterator[Instruction]:
+        """Those of a fusion, or of what is begun, such as for another core."""
+        if operation.opcode == "fusion" or operation.opcode.endswith("-start"):
+            for body in itertools.chain(*operation.bodies.values()):
+                for part in self._computations[body].values():
+                    yield part
+                    yield from self.parts(part)
 
     def beside(self) -> Iterator[tuple[Instruction, list[Instruction]]]:
         """What begins and ends apart, and in the order of the schedule what runs between.
 
-        This is what begins it, also a fusion of a TPU, and of the outermost computation alone.
+        This is what begins it, also a fusion of a TPU, and of the outermost computation alone. What
+        another core does goes on from where it gets its operands.
         """
         inside, order = self._computations[self._entry], self.outermost
         for at, operation in enumerate(order):
             if not operation.opcode.endswith("-done") and _DONE not in operation.name:
                 continue
-            begun = [order.index(op) for op in self._origins(operation, inside)]
-            if begun:
-                yield order[max(begun)], order[max(begun) + 1 : at]
+            origins = [order.index(op) for op in self._origins(operation, inside)]
+            if begun := [i for i in origins if not order[i].opcode.endswith("-update")]:
+                yield order[max(begun)], order[max(origins) + 1 : at]
 
     def _origins(
         self, operation: Instruction, inside: Mapping[str, Instruction]
     ) -> Iterator[Instruction]:
-        """What begins that which an operation ends: operands before it, also through loops."""
+        """What begins that which an operation ends, and what hands on its operands.
+
+        These are operands before it, also through loops.
+        """
         seen, waiting = set[str](), list(operation.operands)
         while waiting:
             name = waiting.pop()
@@ -154,6 +170,9 @@ class Program:
             seen.add(name)
             if inside[name].opcode.endswith("-start") or _START in name:
                 yield inside[name]
+            elif inside[name].opcode.endswith("-update"):
+                yield inside[name]
+                waiting += inside[name].operands
             elif _DONE in operation.name:
                 waiting += inside[name].operands
 

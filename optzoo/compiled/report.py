@@ -497,13 +497,14 @@ def _sending(program: Program) -> Iterator[tuple[Instruction, Instruction, bool]
     """The operations that send, what they send by, and whether they are in a loop."""
     fused = set[str | None]()
     for operation, in_loop in program.operations():
-        for part in (operation, *program.fused(operation)):
+        for part in (operation, *program.parts(operation)):
             if _kind(part):
                 number = part.attribute(r"channel_id=(\d+)")
                 # On TPUs several fusions begin, do and end the one that is a part of each.
-                if part is operation or number is None or number not in fused:
+                is_fused = operation.opcode == "fusion"
+                if not is_fused or number is None or number not in fused:
                     yield operation, part, in_loop
-                if part is not operation:
+                if is_fused:
                     fused.add(number)
 
 
@@ -520,7 +521,7 @@ def _overlapping(program: Program) -> Iterator[tuple[Instruction, list[Instructi
 
 def _overlaps(program: Program) -> Iterator[Overlap]:
     for begin, computed in _overlapping(program):
-        if sent := [part for part in (begin, *program.fused(begin)) if _kind(part)]:
+        if sent := [part for part in (begin, *program.parts(begin)) if _kind(part)]:
             loops = [op for op in computed if op.opcode == "while"]
             turns = sum(program.turns(loop) or 0 for loop in loops)
             names = tuple(map(program.name_in_jax, computed))

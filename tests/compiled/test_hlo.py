@@ -123,6 +123,60 @@ def test_a_collective_that_fusions_begin_and_end():
     assert [*_collectives(Program(FUSED))] == [Collectives("all-gather", False, 1, 128, ("f32",))]
 
 
+OTHER_CORE = """HloModule jit_step, is_scheduled=true
+
+%sum (x: f32[64], y: f32[32]) -> (f32[64], f32[32]) {
+  %x = f32[64]{0:T(128)} parameter(0)
+  %y = f32[32]{0:T(128)} parameter(1)
+  ROOT %all-reduce.4 = (f32[64]{0}, f32[32]{0}) all-reduce(%x, %y), channel_id=1, to_apply=%add
+}, execution_thread="sparsecore"
+
+%join (z: f32[8]) -> f32[64] {
+  %z = f32[8]{0:T(128)} parameter(0)
+  ROOT %all-gather.7 = f32[64]{0:T(128)} all-gather(%z), channel_id=1, dimensions={0}
+}, execution_thread="sparsecore"
+
+ENTRY %main (a: f32[64], b: f32[32], c: f32[8]) -> f32[64] {
+  %a = f32[64]{0} parameter(0)
+  %b = f32[32]{0} parameter(1)
+  %c = f32[8]{0} parameter(2)
+  %r.start = ((), (), SCRATCH) custom-call-start(), called_computations={%sum}
+  %before = f32[64]{0} fusion(%a), kind=kLoop, calls=%product, metadata={op_name="before"}
+  %r.update = (TWO, TWO, SCRATCH) custom-call-update(%r.start, %a, %b)
+  %beside = f32[64]{0} fusion(%a), kind=kLoop, calls=%product, metadata={op_name="beside"}
+  %r.done = TWO custom-call-done(%r.update)
+  %g.start = ((), (), SCRATCH) custom-call-start(), called_computations={%join}, NAME
+  %g.update = ((f32[8]{0}), f32[64]{0}, SCRATCH) custom-call-update(%g.start, %c)
+  ROOT %g.done = f32[64]{0} custom-call-done(%g.update)
+}
+
+%product (q: f32[64]) -> f32[64] {
+  %q = f32[64]{0} parameter(0)
+  ROOT %product.1 = f32[64]{0} multiply(%q, %q)
+}
+"""
+OTHER_CORE = OTHER_CORE.replace("SCRATCH", "(s32[1871872]{0}, s32[259]{0:S(11)})")
+OTHER_CORE = OTHER_CORE.replace("TWO", "(f32[64]{0}, f32[32]{0})")
+OTHER_CORE = OTHER_CORE.replace("NAME", 'metadata={op_name="last"}')
+
+
+def test_collectives_of_another_core():
+    """As the compiler for tpu7x gives them to SparseCores: all of one channel, with scratch.
+
+    What runs before it has its operands does not run beside it.
+    """
+    program = Program(OTHER_CORE)
+    assert [*_collectives(program)] == [
+        Collectives("all-gather", False, 1, 256, ("f32",)),
+        Collectives("all-reduce", False, 1, 384, ("f32",)),
+    ]
+    assert [*_overlaps(program)] == [Overlap("all-reduce", 384, 0, ("beside",), ("f32",), None)]
+    assert [*_blocking(program)] == [Blocking("all-gather", 256, ("f32",), "last")]
+    arrays = {op.name: program.new_arrays(op, 128) for op, _ in program.operations()}
+    made = {name: number for name, number in arrays.items() if number}
+    assert made == {"r.start": 2, "before": 1, "beside": 1, "g.start": 1}
+
+
 BESIDE = """HloModule jit_step, is_scheduled=true
 
 %sum (x: f32[8]) -> f32[8] {
