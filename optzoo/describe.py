@@ -16,9 +16,9 @@ from .core.terminal import columns
 from .jaxprs.graph import Graph
 from .jaxprs.primitives import CALLS, Kind
 from .sharded.row_sharding import RowSharding, shardings_by_leaf
-from .state.eight_bits import Codes, nbytes_of_codes, shape_of
 from .state.sharding import state_sharding
 from .state.slots import get_slot, slot_names
+from .state.storage.codes import Codes, nbytes_of_codes, shape_of
 from .state.types import map_nodes, needs_loss
 
 
@@ -248,7 +248,7 @@ def _sent(jaxpr: Any) -> Iterator[tuple[int, bool]]:
             yield times * sum(map(_nbytes, arrays)), sometimes
 
 
-def _of_codes(x: Codes) -> jax.ShapeDtypeStruct:
+def _of_codes(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape_of(x), x.codes.dtype)
 
 

@@ -64,11 +64,14 @@ TESTED = {
     "sparse/wanted.py:MIN_ROWS": (
         "jaxprs/test_gathers.py::test_small_tables_stay_dense_without_a_word"
     ),
-    "state/eight_bits.py:_DROPPED _BASE _NAN _GREATEST": (
+    "state/storage/codes.py:_DROPPED _BASE _NAN _GREATEST": (
         "state/test_eight_bits.py::test_scales_around_the_ends"
     ),
-    "state/eight_bits.py:GROUP _NARROW": "state/test_eight_bits.py::test_scales_beside_codes",
-    "state/eight_bits.py:_LEAST_WIDTH": "state/test_eight_bits.py::test_the_least_width",
+    "state/storage/float8.py:_LEAST _TOP": (
+        "state/test_float8.py::test_values_are_those_of_ml_dtypes"
+    ),
+    "state/storage/codes.py:GROUP _NARROW": "state/test_eight_bits.py::test_scales_beside_codes",
+    "state/storage/codes.py:_LEAST_WIDTH": "state/test_eight_bits.py::test_the_least_width",
     "wrappers/divide_states.py:MIN_SIZE": "wrappers/test_divide_states.py::test_small_parameters",
 }
 # No test is at the ends of these. Most decide how fast something is, and not what it gives.
@@ -94,8 +97,8 @@ NO_BOUNDS = {
     "native/tpu_kernel.py": "_DEPTH",
     "native/tpu_leaf_kernel.py": "_ROWS _LANES _COLUMNS",
     "deferred/tables.py": "_SEED",
-    "state/stochastic_rounding.py": "_SIGN",
-    "state/storage.py": "STREAM",
+    "state/storage/at_random.py": "_SIGN",
+    "state/storage/stored.py": "STREAM",
 }
 
 

@@ -18,7 +18,8 @@ import optzoo
 from optzoo.race import Problem
 from optzoo.race.problems import characters
 from optzoo.state import types
-from optzoo.state.eight_bits import GROUP, RootCodes, SignedCodes, decoded, encoded
+from optzoo.state.storage.codes import GROUP, decoded, encoded
+from optzoo.state.storage.eight_bits import RootCodes, SignedCodes
 from optzoo.state.types import LeafwiseState, NotNegative, Signed, map_nodes
 
 PAPER = "Ortiz et al. 2026, [FlashOptim](https://arxiv.org/abs/2602.23349)"

@@ -23,9 +23,9 @@ from ..core.rows import Shard, SparseRows, axes_of_rows, is_rows, map_not_none
 from ..core.schedules import at_step
 from ..state.decay_rule import Deferral
 from ..state.fit import StateError
-from ..state.packing import unpack
-from ..state.stochastic_rounding import DTYPES
-from ..state.storage import GATHERED
+from ..state.storage.at_random import DTYPES
+from ..state.storage.packing import unpack
+from ..state.storage.stored import GATHERED
 from ..state.types import nodes_of
 from .catch_up import NOTHING_FOLLOWS
 from .motion import Clock, Motion, make_motion, restarted, tick

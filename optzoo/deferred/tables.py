@@ -15,9 +15,9 @@ from ..core.numerics import is_trainable, upcast
 from ..core.paths import flatten_with_path, is_masked, path_name
 from ..state.decay_rule import Form
 from ..state.fit import misfit
-from ..state.packing import is_packed, pack_like, unpack
-from ..state.stochastic_rounding import DTYPES, first_place, first_place_in_shard, places_of_rows
-from ..state.storage import rounded
+from ..state.storage.at_random import DTYPES, first_place, first_place_in_shard, places_of_rows
+from ..state.storage.packing import is_packed, pack_like, unpack
+from ..state.storage.stored import rounded
 from ..state.types import LeafwiseState, map_nodes, nodes_of
 from .motion import Clock, caught_up_rows, restarted
 from .state import CaughtUpState

@@ -15,8 +15,8 @@ from ..core.numerics import is_real, promote_types, saturating_cast
 from ..core.paths import leaves_with_path, path_name, value_by_name
 from ..core.warn import warn
 from ..sharded.row_sharding import RowSharding
-from ..state.packing import unpack
 from ..state.stacks import unstack
+from ..state.storage.packing import unpack
 from ..state.types import LeafwiseState, nodes_of
 
 # The rows of an array of ids.

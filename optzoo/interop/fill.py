@@ -16,7 +16,7 @@ from ..core.lines import from_lines, to_lines_of
 from ..core.numerics import is_real, saturating_cast
 from ..core.paths import leaves_with_path, map_with_path, path_name
 from ..state.averages import EMANesterovSlots, MovingAverageSlots
-from ..state.storage import pack_state_like, unpack_state
+from ..state.storage.stored import pack_state_like, unpack_state
 from ..state.types import LeafwiseState, ReplicaState, map_nodes, nodes_of
 
 

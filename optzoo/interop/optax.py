@@ -11,7 +11,7 @@ from ..core.checks import check_transformation
 from ..core.lines import from_lines
 from ..core.paths import leaves_with_path, path_name
 from ..state.deferred import check_current
-from ..state.storage import unpack_state
+from ..state.storage.stored import unpack_state
 from ..state.types import AccumulateState, LeafwiseState, map_nodes, nodes_of
 from .fill import Source, fill_state, kind_of, like, only_count
 from .optax_states import FIELDS, ByParameter, Found, only, read_states, sign_of

@@ -19,7 +19,7 @@ from ..core.rows import as_arrays, is_rows
 from ..core.schedules import at_step
 from ..jaxprs.reads import note_reads
 from ..state.fit import SlotShapes
-from ..state.storage import GATHERED, ROUNDING, stored_arrays, stored_slots
+from ..state.storage.stored import GATHERED, ROUNDING, stored_arrays, stored_slots
 from ..state.types import LeafwiseState
 
 NO_GLOBAL_STEP_MSG = (

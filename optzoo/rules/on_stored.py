@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from ..core.meshes import automatically, spec_of
 from ..core.numerics import cast, saturating_cast_like, upcast
 from ..core.rows import is_rows
-from ..state.storage import StoredSlots, load, read_back, save
+from ..state.storage.stored import StoredSlots, load, read_back, save
 from .policies import Rule
 
 

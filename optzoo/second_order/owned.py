@@ -42,7 +42,7 @@ from ..state.stacks import (
     stacks_in,
     value,
 )
-from ..state.storage import ROUNDING, STREAM
+from ..state.storage.stored import ROUNDING, STREAM
 from ..state.types import LeafwiseState, OwnersState
 from .owners import Owners
 

@@ -18,9 +18,9 @@ from ..core.gradients import check_gradients
 from ..core.lines import are_lines, doubled, is_lines, shape_of_lines
 from ..core.paths import leaves_with_path, path_name
 from ..core.rows import is_rows, is_sparse_or_none
-from .eight_bits import is_coded, shape_of
-from .packing import is_packed
 from .slots import has_states
+from .storage.codes import is_coded, shape_of
+from .storage.packing import is_packed
 from .types import LeafwiseState
 
 

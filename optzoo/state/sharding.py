@@ -15,9 +15,9 @@ from ..core.lines import doubled, is_lines, rows_per_line, shape_of_lines
 from ..core.meshes import NO_MESH, as_typed
 from ..core.optimizer import about_of
 from ..core.paths import leaves_with_path, map_with_path, out_of_box, path_name
-from .eight_bits import Codes, divides_groups, is_coded, shape_of, sharding_of_codes, warn_of_whole
 from .slots import map_slot_trees
 from .stacks import owners_in
+from .storage.codes import divides_groups, is_coded, shape_of, sharding_of_codes, warn_of_whole
 
 _HINT = (
     "Its init does not map over the parameters, like that of optax.flatten: use the shardings of "
@@ -171,7 +171,7 @@ class _Axes:
         return self._shapes[axis]
 
 
-def _obstacle(x: Any, whole: Any, slot: Codes) -> str | None:
+def _obstacle(x: Any, whole: Any, slot: Any) -> str | None:
     """Why the lines of a slot in 8 bits cannot be sharded as the table is."""
     rows = whole.shard_shape(shape_of(slot))[0]
     of_lines: list[Any] = [part for part in slot if is_lines(part)]

@@ -12,8 +12,8 @@ import optax
 from ..core.numerics import is_real, saturating_cast
 from ..core.paths import flatten_with_path, is_masked, leaves_with_path, out_of_box, path_name
 from .deferred import Deferred, check_current
-from .packing import pack_like, unpack
 from .stacks import is_stack, layout_of, restack, unstack
+from .storage.packing import pack_like, unpack
 from .types import LeafwiseState, SkipSpikesState, SlotsByName
 
 # The path of a slot: indices of chains, fields and keys, with the name of the slot at the end.

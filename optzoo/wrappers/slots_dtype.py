@@ -18,10 +18,10 @@ from ..core.lines import in_lines
 from ..core.meshes import automatically
 from ..core.numerics import is_trainable, promote_types
 from ..core.optimizer import Notes, Optimizer, recorded
-from ..state.eight_bits import (
-    Codes,
-    RootCodes,
-    SignedCodes,
+from ..state.inner import fitting, inner_transformation
+from ..state.storage.at_random import DTYPES
+from ..state.storage.codes import (
+    KINDS,
     divides_groups,
     encoded,
     has_codes,
@@ -30,15 +30,11 @@ from ..state.eight_bits import (
     takes_codes,
     warn_of_whole,
 )
-from ..state.inner import fitting, inner_transformation
-from ..state.packing import PACKABLE, is_packed, pack
-from ..state.stochastic_rounding import DTYPES
-from ..state.storage import ROUNDING, Rounding
+from ..state.storage.packing import PACKABLE, is_packed, pack
+from ..state.storage.stored import ROUNDING, Rounding
 from ..state.types import (
     Exact,
     LeafwiseState,
-    NotNegative,
-    Signed,
     Slot,
     Sum,
     holds,
@@ -82,14 +78,17 @@ def slots_dtype(
     where the code of :math:`x > 0` is at least 1 in the second form, because updates are divided by
     such slots. The update is computed from the slots before they are rounded. Elements whose
     gradients are below 1/250 of the greatest ones of their group make steps that are too short
-    (``docs/tasks/little_memory.md``). All other slots stay
-    as they are: sums over all steps (Adagrad, FTRL), counts, averages, factors of matrices, those
-    of arrays with one axis or a last axis of fewer than 8 elements. If no slot is left, it is an
-    error. With ``stochastic`` codes are rounded at random. The scales of a matrix with at most 128
-    columns, which may be a table, are further columns of its codes, so a row is read and written
-    with them; if its last axis is sharded, that of the codes is whole. :func:`optzoo.get_slot`
-    decodes, :func:`optzoo.set_slot` encodes, :func:`optzoo.state.slots_like` converts a whole
-    state.
+    (``docs/tasks/little_memory.md``). ``"float8_e4m3fn"`` has the same groups and scales, and
+    stores the float8 (4 bits of exponent, 3 of mantissa) that is nearest to :math:`448 y`, or to
+    :math:`448 \sqrt x / s`, at least the least one above zero: elements down to 1/200,000 of the
+    greatest one keep their magnitude, each to 6 %, so give ``stochastic`` with it. All other slots
+    stay as they are: sums over all steps (Adagrad, FTRL), counts, averages, factors of matrices,
+    those of arrays with one axis or a last axis of fewer than 8 elements. If no slot is left, it is
+    an error. With ``stochastic`` codes are rounded at random. The scales of a matrix with at most
+    128 columns, which may be a table, are further columns of its codes, so a row is read and
+    written with them; if its last axis is sharded, that of the codes is whole.
+    :func:`optzoo.get_slot` decodes, :func:`optzoo.set_slot` encodes,
+    :func:`optzoo.state.slots_like` converts a whole state.
 
     The random bits are a hash of the seed, the number of the update, the path of the parameter
     and the index of the element, so a run repeats under ``jit``, ``scan`` and ``vmap``, sharded or
@@ -124,16 +123,16 @@ def slots_dtype(
     Args:
         inner: an optimizer made by :func:`optzoo.rules.leafwise` or :func:`optzoo.rules.treewise`,
             alone or within optax's chains, masks and wrappers.
-        dtype: a floating-point dtype or ``"int8"``; ``"int8"``, ``"bfloat16"`` or ``"float16"``
-            with ``stochastic``; a floating-point dtype of 16, 32 or 64 bits with ``packed``.
+        dtype: a floating-point dtype of 16 bits or more, ``"int8"`` or ``"float8_e4m3fn"``; of 8 or
+            16 bits with ``stochastic``; of 16, 32 or 64 with ``packed``.
         stochastic: round at random.
         packed: two slots in one array. It changes the structure of the state.
         seed: of the random bits, an int, at least 0. ``update(..., rounding_seed=n)`` replaces it
             for one step. If ``slots_dtype`` is nested, the outermost seed counts.
 
     Raises:
-        TypeError: if ``dtype`` is neither a floating-point dtype nor ``"int8"``, or the seed is not
-            an int; when an update with slots in 8 bits, or packed in 16, is differentiated.
+        TypeError: if ``dtype`` is none of these kinds, or the seed is not an int; when an update
+            with slots in 8 bits, or packed in 16, is differentiated.
         ValueError: if an option is given with another dtype than those; by ``init``, if ``inner``
             has no slots of this library, or none that may have 8 bits; by ``update``, if the state
             has slots in complex numbers, as they were packed in the past, or with ``stochastic`` if
@@ -173,7 +172,9 @@ def slots_dtype(
 
     of_stored = lambda _, found: found and found._replace(at_random=found.at_random or stochastic)
     about = inner.about.with_deferral(of_stored).reading("rounding_seed")
-    if store is _in_8_bits:  # each update would round a row, and none rounds a deferred one
+    if (
+        jnp.dtype(dtype).name in KINDS
+    ):  # each update would round a row, and none rounds a deferred one
         about = about._replace(deferral=None)
     if stochastic:  # random bits by the places of rows: that they are alone must be proved
         about = about._replace(row_wise=False)
@@ -191,17 +192,20 @@ _Store = Callable[[Any, Any, Any], Any]
 
 def _storage(dtype: Any, stochastic: bool, packed: bool) -> _Store:
     """How the slots of a new state are stored; raises ``TypeError`` or ``ValueError``."""
-    if jnp.dtype(dtype) == jnp.int8:
+    names = ", ".join(KINDS)
+    if (name := jnp.dtype(dtype).name) in KINDS:
         if packed:
-            raise ValueError("dtype must have 16, 32 or 64 bits with packed, got int8")
-        return _in_8_bits
-    check_floating(" or int8", dtype=dtype)
+            raise ValueError(f"dtype must have 16, 32 or 64 bits with packed, got {dtype!r}")
+        return functools.partial(_in_8_bits, name)
+    check_floating(f" or one of {names}", dtype=dtype)
     if stochastic and jnp.dtype(dtype) not in DTYPES:
-        raise ValueError(f"dtype must be int8, bfloat16 or float16 with stochastic, got {dtype!r}")
+        raise ValueError(
+            f"dtype must be one of {names}, bfloat16 and float16 with stochastic, got {dtype!r}"
+        )
     if packed and jnp.dtype(dtype) not in PACKABLE:
         raise ValueError(f"dtype must have 16, 32 or 64 bits with packed, got {dtype!r}")
     if jnp.finfo(dtype).bits < 16:
-        raise ValueError(f"dtype must have at least 16 bits, or be int8, got {dtype!r}")
+        raise ValueError(f"dtype must have at least 16 bits, or be one of {names}, got {dtype!r}")
     return functools.partial(_in_dtype, dtype, packed)
 
 
@@ -244,11 +248,9 @@ def _cast(dtype: DTypeLike, state: Any, wider: Any) -> Any:
     return state._replace(slots=slots._make(map(cast, slots._fields, slots, wider.slots)))
 
 
-_CODES = {Signed: SignedCodes, NotNegative: RootCodes}
-
-
-def _in_8_bits(inner: Any, params: Any, state: Any) -> Any:
+def _in_8_bits(name: str, inner: Any, params: Any, state: Any) -> Any:
     del inner
+    kinds = KINDS[name]
 
     def code(state):
         if is_packed(state.slots):
@@ -256,21 +258,21 @@ def _in_8_bits(inner: Any, params: Any, state: Any) -> Any:
         trees = map(of_slot, holds(state.slots).values(), state.slots)
         return state._replace(slots=state.slots._make(trees))
 
-    names = {
-        f"{type(node.slots).__name__}.{name}: {_WHY_NOT[what]}"
+    others = {
+        f"{type(node.slots).__name__}.{slot}: {_WHY_NOT[what]}"
         for node in nodes_of(LeafwiseState, state)
-        for name, what in holds(node.slots).items()
-        if what not in _CODES
+        for slot, what in holds(node.slots).items()
+        if what not in kinds
     }
     undivided = dict[str, None]()
-    of_slot = functools.partial(_coded, undivided)
+    of_slot = functools.partial(_coded, kinds, undivided)
     state = map_nodes(LeafwiseState, code, state)
     warn_of_whole(undivided)
     # Without parameters, as optax.tree.map_params asks for a state, there is nothing to miss.
-    if has_codes(state) or not names or not jax.tree.leaves(params):
+    if has_codes(state) or not others or not jax.tree.leaves(params):
         return state
     raise ValueError(
-        f"dtype=int8 has no slot to store here ({'; '.join(sorted(names))}): give bfloat16, for "
+        f"dtype={name} has no slot to store here ({'; '.join(sorted(others))}): give bfloat16, for "
         "sums with stochastic=True"
     )
 
@@ -282,8 +284,8 @@ _WHY_NOT = {
 }
 
 
-def _coded(undivided: dict[str, None], what: Any, slots: Any) -> Any:
-    if (kind := _CODES.get(what)) is None:
+def _coded(kinds: Any, undivided: dict[str, None], what: Any, slots: Any) -> Any:
+    if (kind := kinds.get(what)) is None:
         return slots
     encode_one = _encoder(kind)
 
@@ -302,10 +304,10 @@ def _coded(undivided: dict[str, None], what: Any, slots: Any) -> Any:
 
 
 @functools.cache  # so that arrays of one shape share a program
-def _encoder(kind: type[Codes]) -> Callable[[Any], Codes]:
+def _encoder(kind: Any) -> Callable[[Any], Any]:
     return automatically(lambda a: stored(encoded(kind, a)), _specs_of_codes)
 
 
-def _specs_of_codes(codes: Codes, a: Any) -> Any:
+def _specs_of_codes(codes: Any, a: Any) -> Any:
     shardings = sharding_of_codes(jax.typeof(a).sharding, codes)
     return jax.tree.map(lambda _, sharding: sharding.spec, codes, shardings)

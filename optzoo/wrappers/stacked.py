@@ -28,7 +28,7 @@ from ..state.stacks import (
     stacks_in,
     unstack,
 )
-from ..state.storage import ROUNDING
+from ..state.storage.stored import ROUNDING
 from ._stack_check import check_same_operations
 
 

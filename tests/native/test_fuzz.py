@@ -11,7 +11,7 @@ import pytest
 import optzoo
 from optzoo import CATALOG, SparseRows
 from optzoo.native import engine
-from optzoo.state.storage import unpack_state
+from optzoo.state.storage.stored import unpack_state
 from optzoo.testing.samples import step_of, with_global_step
 
 pytestmark = pytest.mark.skipif(engine.problem() is not None, reason=str(engine.problem()))

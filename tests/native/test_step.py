@@ -17,7 +17,7 @@ import optzoo
 from optzoo import CATALOG, SparseRows
 from optzoo.jaxprs.graph import Graph
 from optzoo.native import engine
-from optzoo.state.storage import unpack_state
+from optzoo.state.storage.stored import unpack_state
 from optzoo.testing.samples import step_of, with_global_step
 
 from ..selection import KINDS, chosen_first

@@ -16,9 +16,7 @@ import optzoo
 from optzoo import SparseRows, slots_dtype
 from optzoo.native import engine
 from optzoo.rules import Exact, NotNegative, Signed, Sum
-from optzoo.state.eight_bits import (
-    RootCodes,
-    SignedCodes,
+from optzoo.state.storage.codes import (
     apart,
     decoded,
     encoded,
@@ -27,6 +25,7 @@ from optzoo.state.eight_bits import (
     stored,
     takes_codes,
 )
+from optzoo.state.storage.eight_bits import RootCodes, SignedCodes
 from optzoo.state.types import LeafwiseState, holds, nodes_of
 from optzoo.testing import samples
 
@@ -761,10 +760,11 @@ def distances_of_adam():
     return distances(x)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("stochastic", [False, True])
-def test_small_elements_of_a_group_move_less(stochastic):
-    """By the factors of the page."""
-    tx = optzoo.slots_dtype(optzoo.adam(1e-3), "int8", stochastic=stochastic)
+def test_small_elements_of_a_group_move_less(dtype, stochastic):
+    """By the factors of the page; not as float8."""
+    tx = optzoo.slots_dtype(optzoo.adam(1e-3), dtype, stochastic=stochastic)
     x = jnp.zeros(gradients_of_groups().shape[1:])
 
     def one(carry, g):
@@ -774,7 +774,7 @@ def test_small_elements_of_a_group_move_less(stochastic):
     (moved, _), _ = jax.lax.scan(one, (x, tx.init(x)), gradients_of_groups())
     got = distances(moved) / distances_of_adam()
     page = (pathlib.Path(__file__).parents[2] / "docs/tasks/little_memory.md").read_text()
-    name = "`stochastic=True`" if stochastic else "to the nearest"
+    name = f'`"{dtype}"`' + (", `stochastic=True`" if stochastic else "")
     [row] = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
     np.testing.assert_allclose(got, [float(cell) for cell in row.split("|")[2:-1]], rtol=0.05)
 
@@ -810,7 +810,7 @@ def test_states_of_other_parameters():
 
 def test_refused():
     momentum = optzoo.momentum(0.1, 0.9)
-    with pytest.raises(ValueError, match="packed, got int8"):
+    with pytest.raises(ValueError, match=r"packed, got 'int8'"):
         slots_dtype(momentum, "int8", packed=True)
     with pytest.raises(ValueError, match="in 8 bits already"):
         slots_dtype(slots_dtype(momentum, "int8"), "int8").init(jnp.ones(SHAPE))

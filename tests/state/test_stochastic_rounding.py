@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from optzoo.state.stochastic_rounding import (
+from optzoo.state.storage.at_random import (
     first_place,
     first_places_of_rows,
     random_bits,

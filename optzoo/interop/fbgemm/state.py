@@ -23,7 +23,7 @@ from ...first_order.row_wise_lamb import PartialRowWiseLAMBSlots, RowWiseLAMBSlo
 from ...first_order.row_wise_lars import RowWiseLARSSlots
 from ...first_order.row_wise_rmsprop import RowWiseRMSPropSlots
 from ...first_order.sparse_adamw import CountedAdamSlots
-from ...state.storage import pack_state_like, unpack_state
+from ...state.storage.stored import pack_state_like, unpack_state
 from ...state.types import LeafwiseState, NoSlots, map_nodes, nodes_of
 from ...wrappers.ema_in_place import EMAInPlaceState
 from ...wrappers.ensemble import EnsembleState

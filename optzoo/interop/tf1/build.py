@@ -12,7 +12,7 @@ import numpy as np
 from ...core.paths import map_with_path, path_name
 from ...deferred.state import CaughtUpState
 from ...deferred.tables import all_current
-from ...state.storage import pack_state_like, unpack_state
+from ...state.storage.stored import pack_state_like, unpack_state
 from ...state.tf1_names import tf1_names
 from ...state.types import AccumulateState, LeafwiseState, map_nodes
 from .names import GLOBAL_STEP

@@ -9,7 +9,7 @@ import optax
 
 from ...core.lines import from_lines, to_lines_of
 from ...core.paths import arrays_by_path
-from ...state.storage import unpack_state
+from ...state.storage.stored import unpack_state
 from . import files
 from .build import build_state
 from .check import check_load

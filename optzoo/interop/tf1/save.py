@@ -11,7 +11,7 @@ import numpy as np
 from ...core.lines import from_lines
 from ...core.paths import arrays_by_path
 from ...state.deferred import check_current
-from ...state.storage import unpack_state
+from ...state.storage.stored import unpack_state
 from . import files
 from .build import build_variables
 from .check import check_save

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from optzoo.core.compat import DEMANDS_LAYOUTS
 from optzoo.core.lines import shape_of_lines
-from optzoo.state.eight_bits import nbytes_of_codes
+from optzoo.state.storage.codes import nbytes_of_codes
 
 from . import record
 from .cases import CASES, FEW_ROWS, IDS, ROWS, Case

@@ -1,9 +1,16 @@
-"""Slots in 8 bits: codes of the elements, and a 16-bit scale for each group of them."""
+"""Slots in 8 bits: codes of the elements, and a 16-bit scale for each group of them.
+
+A kind of codes is a named tuple of ``codes`` and ``scales`` with two functions, elementwise:
+``encode(x, scale, bits)`` gives codes of 8 bits, ``decode(codes, scale)`` elements in float32.
+The scale of a group is its greatest magnitude; with ``is_root`` the root of it, and no element is
+negative. ``bits``, uint32, of which 16 are not zero, decide whether a code is rounded up or down,
+in proportion to the distances; None to round to the nearest.
+"""
 
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +18,10 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding
 
-from ..core.compat import custom_jvp
-from ..core.meshes import whole_along_last
-from ..core.warn import warn
+from ...core.compat import custom_jvp
+from ...core.meshes import whole_along_last
+from ...core.warn import warn
+from . import eight_bits, float8
 
 GROUP = 32  # consecutive elements of the last axis that share a scale
 _NARROW = 128  # columns of a matrix whose rows have their scales beside them
@@ -32,21 +40,9 @@ _GREATEST = np.float32(2.0**17 - 2.0**7)  # the next one would be NaN
 # of all of them for the few that a loop reads. Beside their codes they are read with them.
 
 
-class SignedCodes(NamedTuple):
-    """A slot in 8 bits: ``round(127 y)`` of ``y = 2 x / (1 + |x|)`` for elements ``scale * x``."""
-
-    codes: Array  # int8, of the shape of the slot, or with scales beside them
-    scales: Any  # uint16, the greatest magnitudes of the groups; or ()
-
-
-class RootCodes(NamedTuple):
-    """A slot in 8 bits that is never negative: ``round(255 x)`` for elements ``(scale * x)**2``."""
-
-    codes: Array  # uint8, of the shape of the slot, or with scales beside them
-    scales: Any  # uint16, the roots of the greatest elements of the groups; or ()
-
-
-Codes = SignedCodes | RootCodes
+# By the name of the dtype that stands for them.
+KINDS: dict[str, dict[Any, Any]] = {"int8": eight_bits.KINDS, "float8_e4m3fn": float8.KINDS}
+Codes = tuple(kind for kinds in KINDS.values() for kind in kinds.values())
 
 
 def is_coded(x: object) -> bool:
@@ -70,34 +66,23 @@ def nbytes_of_codes(shape: tuple[int, ...]) -> int:
 
 
 @functools.partial(custom_jvp, nondiff_argnums=(0,))
-def encoded(kind: type[Codes], x: Array, bits: Array | None = None) -> Codes:
+def encoded(kind: Any, x: Array, bits: Array | None = None) -> Any:
     """An array in 8 bits, with scales apart.
 
     Infinities become the greatest number that a scale holds.
 
     Args:
-        kind: of the codes. With :class:`RootCodes` the code of a number above zero is not zero,
-            though that may be nearest: an update is divided by the root of such a slot.
-        x: floating point; none below zero with :class:`RootCodes`.
-        bits: uint32, of which the lower 16 decide whether a code is rounded up or down, in
-            proportion to the distances; None to round to the nearest.
+        kind: of the codes. With roots the code of a number above zero is not zero, though that may
+            be nearest: an update is divided by the root of such a slot.
+        x: floating point; none below zero with roots.
+        bits: uint32, of which the lower 16 are used; None to round to the nearest.
     """
-    shape, wide = x.shape, x.astype(jnp.float32)
-    low, high = (-_GREATEST, _GREATEST) if kind is SignedCodes else (0, _GREATEST**2)
-    x = _grouped(jnp.clip(wide, low, high))
-    scale = _greatest(x)
-    if kind is SignedCodes:
-        top, dtype = 127, jnp.int8
-        y = 2 * top * x / (jnp.where(scale > 0, scale, 1) + jnp.abs(x))
-    else:
-        top, dtype = 255, jnp.uint8
-        scale = jnp.sqrt(scale)
-        y = jnp.sqrt(x) * (top / jnp.where(scale > 0, scale, 1))
-        y = jnp.where(x > 0, jnp.maximum(y, 1), y)  # what an update is divided by the root of
-    if bits is not None:
-        y = jnp.minimum(y, top) + _grouped((bits & np.uint32(0xFFFF)).astype(jnp.float32) / 2**16)
-        y = jnp.floor(y)
-    codes = _ungrouped(_to_integer(y), shape).astype(dtype)
+    low, high = (0, _GREATEST**2) if kind.is_root else (-_GREATEST, _GREATEST)
+    groups = _grouped(jnp.clip(x.astype(jnp.float32), low, high))
+    scale = _greatest(groups)
+    scale = jnp.sqrt(scale) if kind.is_root else scale
+    of_groups = None if bits is None else _grouped(bits & np.uint32(0xFFFF))
+    codes = _ungrouped(kind.encode(groups, scale, of_groups), x.shape)
     return kind(codes, _to_scale(jnp.squeeze(scale, -1)))
 
 
@@ -109,16 +94,10 @@ def _(kind, primals, tangents):
     )
 
 
-def decoded(x: Codes) -> Array:
+def decoded(x: Any) -> Array:
     """The array of codes, in float32."""
     codes, scales = apart(x)
-    y = _grouped(codes.astype(jnp.float32))
-    scale = _from_scale(scales)[..., None]
-    if isinstance(x, SignedCodes):
-        y = scale * (y * np.float32(1 / 254)) * _inverse(1 - jnp.abs(y) * np.float32(1 / 254))
-    else:
-        y = jnp.square(scale * (y * np.float32(1 / 255)))
-    return _ungrouped(y, codes.shape)
+    return _ungrouped(x.decode(_grouped(codes), _from_scale(scales)[..., None]), codes.shape)
 
 
 def _greatest(groups: Array) -> Array:
@@ -129,20 +108,6 @@ def _greatest(groups: Array) -> Array:
     """
     pattern = lax.bitcast_convert_type(jnp.abs(groups), jnp.int32)
     return lax.bitcast_convert_type(jnp.max(pattern, axis=-1, keepdims=True), jnp.float32)
-
-
-def _to_integer(x: Array) -> Array:
-    """The nearest integer of less than 2**15, at a tie the even one; of NaN any."""
-    # In 2**23 + 2**22 + x the last place is 1. XLA's conversion also clips, in several operations.
-    return lax.bitcast_convert_type(x + np.float32(3 * 2**22), jnp.int32)
-
-
-def _inverse(x: Array) -> Array:
-    """``1 / x`` of numbers in [1/2, 1] without a division, whose results XLA would store."""
-    y = np.float32(48 / 17) - np.float32(32 / 17) * x
-    for _ in range(3):
-        y = y * (2 - x * y)
-    return y
 
 
 def _grouped(x: Array) -> Array:
@@ -159,7 +124,7 @@ def _ungrouped(x: Array, shape: tuple[int, ...]) -> Array:
     return x.reshape(*shape[:-1], _number_of_groups(shape[-1]) * GROUP)[..., : shape[-1]]
 
 
-def stored(x: Codes, like: Codes | None = None) -> Codes:
+def stored(x: Any, like: Any = None) -> Any:
     """Codes with scales apart in the form of others; or in that of a new slot."""
     is_narrow = x.codes.ndim == 2 and x.codes.shape[-1] <= _NARROW
     if not (is_narrow if like is None else is_beside(like)):
@@ -169,7 +134,7 @@ def stored(x: Codes, like: Codes | None = None) -> Codes:
     return type(x)(jnp.concatenate([x.codes, *in_bytes], axis=-1), ())
 
 
-def apart(x: Codes) -> tuple[Array, Array]:
+def apart(x: Any) -> tuple[Array, Array]:
     """The codes of the elements, and the scales of the groups."""
     if not is_beside(x):
         return x.codes, x.scales
@@ -179,19 +144,19 @@ def apart(x: Codes) -> tuple[Array, Array]:
     return codes, low | high << np.uint16(8)
 
 
-def is_beside(x: Codes) -> bool:
+def is_beside(x: Any) -> bool:
     """Whether the scales of codes are further columns of them."""
     return isinstance(x.scales, tuple)
 
 
-def shape_of(x: Codes) -> tuple[int, ...]:
+def shape_of(x: Any) -> tuple[int, ...]:
     """The shape of the slot."""
     *rest, columns = x.codes.shape
     number = -(-columns // (GROUP + 2)) if is_beside(x) else 0
     return (*rest, columns - 2 * number)
 
 
-def sharding_of_codes(whole: Any, x: Codes) -> Any:
+def sharding_of_codes(whole: Any, x: Any) -> Any:
     """The shardings of the arrays of a slot in 8 bits by that of the slot.
 
     A last axis that is too short is whole, and so is one with scales beside codes.
@@ -222,7 +187,7 @@ def warn_of_whole(names: Iterable[str]) -> None:
         )
 
 
-def divides_groups(whole: Any, x: Codes) -> bool:
+def divides_groups(whole: Any, x: Any) -> bool:
     """Whether the sharding of a slot divides groups, or elements that are beside their scales.
 
     Codes are then whole, or they are divided and XLA gathers the slot to decode and to encode it.

@@ -14,15 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..core.numerics import saturating_cast_like, upcast
-from ..core.optimizer import Notes
-from ..core.paths import leaves_with_path, path_name
-from ..core.rows import SparseRows, axes_of_rows, is_rows, is_sparse_or_none
-from .eight_bits import encoded, has_codes, is_coded, stored
-from .fit import StateError, misfit, slots_words
-from .packing import is_packed, pack_like, unpack
-from .stacks import merged, parted, restack, unstack
-from .stochastic_rounding import (
+from ...core.numerics import saturating_cast_like, upcast
+from ...core.optimizer import Notes
+from ...core.paths import leaves_with_path, path_name
+from ...core.rows import SparseRows, axes_of_rows, is_rows, is_sparse_or_none
+from ..fit import StateError, misfit, slots_words
+from ..stacks import merged, parted, restack, unstack
+from ..types import LeafwiseState, OwnersState, map_nodes
+from .at_random import (
     DTYPES,
     first_place,
     first_place_in_shard,
@@ -31,7 +30,8 @@ from .stochastic_rounding import (
     random_bits,
     round_at_random,
 )
-from .types import LeafwiseState, OwnersState, map_nodes
+from .codes import encoded, has_codes, is_coded, stored
+from .packing import is_packed, pack_like, unpack
 
 # The argument by which ``caught_up`` gives an update the rows that its arrays are of.
 GATHERED = "gathered_rows"

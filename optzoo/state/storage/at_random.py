@@ -10,8 +10,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from ..core.compat import custom_jvp
-from ..core.numerics import saturating_cast
+from ...core.compat import custom_jvp
 
 # 32 random bits round two values, 16 bits each.
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -86,17 +85,16 @@ def round_at_random(a: Array, bits: Array, dtype: DTypeLike) -> Array:
     Args:
         a: floating point; float64 is taken in float32.
         bits: uint32, of which the lower 16 are used.
-        dtype: bfloat16 or float16.
+        dtype: of at most 16 bits.
     """
     a, bits = a.astype(jnp.float32), bits & np.uint32(0xFFFF)
     if dtype == jnp.bfloat16:  # the upper half of a float32
         return _up(a, bits, dtype)
-    # Below its least normal number float16 is spaced as just above it: add it, round, subtract it.
+    # Below its least normal number a dtype is spaced as just above it: add it, round, subtract it.
     least = np.float32(jnp.finfo(dtype).smallest_normal)
     added = jnp.where(jnp.abs(a) < least, jnp.copysign(least, a), 0)
-    return saturating_cast(_up(a + added, bits >> np.uint32(3), dtype) - added, dtype).astype(
-        jnp.float32
-    )
+    rounded, top = _up(a + added, bits, dtype) - added, np.float32(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isfinite(rounded), jnp.clip(rounded, -top, top), rounded)
 
 
 @round_at_random.defjvp
@@ -108,7 +106,9 @@ def _(dtype, primals, tangents):
 def _up(a: Array, bits: Array, dtype: DTypeLike) -> Array:
     """Adds ``bits`` to the bits of the mantissa that ``dtype`` does not have, and drops these."""
     info = jnp.finfo(dtype)
-    dropped = np.uint32(2 ** (jnp.finfo(jnp.float32).nmant - info.nmant) - 1)
+    number = jnp.finfo(jnp.float32).nmant - info.nmant
+    dropped = np.uint32(2**number - 1)
+    bits = bits << np.uint32(number - 16) if number > 16 else bits >> np.uint32(16 - number)
     top = np.float32(info.max).view(np.uint32)
     pattern = lax.bitcast_convert_type(a, jnp.uint32)
     # Above the largest value there is none to round to. (A NaN that arithmetic makes has the first

@@ -16,11 +16,11 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from ..core.boxes import unboxed
-from ..core.compat import custom_jvp
-from ..core.lines import as_lines, is_lines, plain
-from .eight_bits import decoded, encoded, has_codes, is_coded, stored
-from .stochastic_rounding import DTYPES
+from ...core.boxes import unboxed
+from ...core.compat import custom_jvp
+from ...core.lines import as_lines, is_lines, plain
+from .at_random import DTYPES
+from .codes import decoded, encoded, has_codes, is_coded, stored
 
 
 class UpperBfloat16(NamedTuple):

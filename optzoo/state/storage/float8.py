@@ -1,0 +1,70 @@
+"""Codes of 8 bits that are floating-point numbers, float8 e4m3: of elements, or of their roots."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ..types import NotNegative, Signed
+from .at_random import round_at_random
+
+_DTYPE = jnp.float8_e4m3fn
+_TOP = np.float32(448)
+_LEAST = np.float32(2.0**-9)  # above zero
+
+# The arrays are of bits, in uint8: XLA scatters rows of float8 through copies in float32.
+
+
+class Float8Codes(NamedTuple):
+    """A slot in 8 bits: the float8 that is nearest to ``448 x`` for elements ``scale * x``."""
+
+    codes: Array  # uint8, the bits; of the shape of the slot, or with scales beside them
+    scales: Any  # uint16, the greatest magnitudes of the groups; or ()
+
+    is_root = False
+
+    @staticmethod
+    def encode(x: Array, scale: Array, bits: Array | None) -> Array:
+        """The codes of elements."""
+        return _to_bits(x * (_TOP / jnp.where(scale > 0, scale, 1)), bits)
+
+    @staticmethod
+    def decode(codes: Array, scale: Array) -> Array:
+        """The elements of codes."""
+        return scale * (_from_bits(codes) * np.float32(1 / _TOP))
+
+
+class Float8RootCodes(NamedTuple):
+    """A slot in 8 bits that is never negative: the float8 of ``448 x`` for ``(scale * x)**2``."""
+
+    codes: Array  # uint8, the bits; of the shape of the slot, or with scales beside them
+    scales: Any  # uint16, the roots of the greatest elements of the groups; or ()
+
+    is_root = True
+
+    @staticmethod
+    def encode(x: Array, scale: Array, bits: Array | None) -> Array:
+        """The codes of elements; that of one above zero is not zero."""
+        y = jnp.sqrt(x) * (_TOP / jnp.where(scale > 0, scale, 1))
+        return _to_bits(jnp.where(x > 0, jnp.maximum(y, _LEAST), y), bits)
+
+    @staticmethod
+    def decode(codes: Array, scale: Array) -> Array:
+        """The elements of codes."""
+        return jnp.square(scale * (_from_bits(codes) * np.float32(1 / _TOP)))
+
+
+# By what a slot holds.
+KINDS = {Signed: Float8Codes, NotNegative: Float8RootCodes}
+
+
+def _to_bits(y: Array, bits: Array | None) -> Array:
+    # A scale is rounded, so that the greatest element may be a little above the greatest float8.
+    y = jnp.clip(y, -_TOP, _TOP)
+    y = y if bits is None else round_at_random(y, bits, _DTYPE)
+    return lax.bitcast_convert_type(y.astype(_DTYPE), jnp.uint8)
+
+
+def _from_bits(codes: Array) -> Array:
+    return lax.bitcast_convert_type(codes, _DTYPE).astype(jnp.float32)
