@@ -60,8 +60,6 @@ KINDS = {Signed: Float8Codes, NotNegative: Float8RootCodes}
 
 
 def _to_bits(y: Array, bits: Array | None) -> Array:
-    # A scale is rounded, so that the greatest element may be a little above the greatest float8.
-    y = jnp.clip(y, -_TOP, _TOP)
     y = y if bits is None else round_at_random(y, bits, _DTYPE)
     return lax.bitcast_convert_type(y.astype(_DTYPE), jnp.uint8)
 
