@@ -207,6 +207,21 @@ def test_several_tables_beside_layers():
 # Checkpoints, in both directions
 
 
+def test_two_unlike_tables_are_loaded_into_a_folder(tmp_path):
+    """And restored from it."""
+    want = two(), jax.tree.map(lambda a: a + 1, adam().init(two()))
+    tables = {
+        "emb/users": jax.ShapeDtypeStruct((30, 4), jnp.float32),
+        "items": jax.ShapeDtypeStruct((40, WIDTH), jnp.float32),
+    }
+    made = lambda: optzoo.host.HostTable(tables, adam(), 9, folder=tmp_path)
+    store = made()
+    same(store.flush(*store.load(*want)), want)
+    store.close()
+    store, others = made(), {"emb": {"b": np.zeros(2, np.float32)}, "w": np.zeros(8, np.float32)}
+    same(store.flush(*store.init(others)), want)
+
+
 def test_an_ordinary_run_continues_from_a_flush_and_the_other_way():
     tx, data = optzoo.slots_dtype(adam(), "bfloat16", packed=True), batches(2 * STEPS)
     *want, losses = ordinary(tx, data=data)
