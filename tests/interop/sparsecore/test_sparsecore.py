@@ -249,6 +249,14 @@ def test_slots_have_names_and_initial_values():
     assert len(set(two.slot_variables_initializers()._fields)) == 2
 
 
+def test_a_slot_with_the_name_of_a_keyword():
+    """A named tuple cannot have it."""
+    init = lambda p: {k: jax.tree.map(jnp.zeros_like, p) for k in ("lambda", "m")}
+    tx = optzoo.on_rows(optax.GradientTransformation(init, lambda g, state, p=None: (g, state)))
+    slots = optzoo.interop.sparsecore.sparsecore(tx).slot_variables_initializers()
+    assert slots._fields == ("_0", "m")
+
+
 @pytest.mark.parametrize("width", [6, 1])
 def test_a_padded_table(width):
     """Rows of 6 numbers in a table of 8: their mean does not see the padding."""
