@@ -142,6 +142,25 @@ def test_a_table_grows(tmp_path, mapped):
         same(store.flush(*store.init(others())), tuple(want))
 
 
+def test_two_vocabularies_are_restored_from_a_folder(tmp_path):
+    rows, keys = {"a": 5, "b": 4}, {"a": np.array([7, 9]), "b": np.array([9, 8])}
+
+    def opened():
+        vocabularies = {name: optzoo.growing.Vocabulary(n) for name, n in rows.items()}
+        tables = {name: table(n) for name, n in rows.items()}
+        store = optzoo.host.HostTable(tables, adam(), 4, vocabulary=vocabularies, folder=tmp_path)
+        return store, vocabularies, store.init()
+
+    store, _, state = opened()
+    for _ in store.ahead([keys], ids=lambda batch: batch):
+        state = store.swap(*state)
+    store.flush(*state)
+    store.close()
+    _, vocabularies, _ = opened()
+    for name, vocabulary in vocabularies.items():
+        assert vocabulary.look_up(keys[name]).tolist() == [1, 2]
+
+
 def test_a_size_that_is_refused_leaves_the_other_table_as_it_was():
     tables = {"a": table(5), "b": table(4)}
     store = optzoo.host.HostTable(tables, adam(), 4)
