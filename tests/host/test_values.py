@@ -95,6 +95,14 @@ def test_master_weights_and_tables_in_16_bits():
     check(adam(), start=start)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+def test_a_cache_has_the_dtype_of_its_table(dtype):
+    store = optzoo.host.HostTable(jax.ShapeDtypeStruct((9, 2), dtype), adam(), 4)
+    params, state = store.init()
+    assert params["table"].dtype == dtype
+    assert store.read(params, state, np.array([0, 8])).dtype == dtype
+
+
 @pytest.mark.parametrize("row", [(), (1,), (2, 3)])
 def test_rows_of_other_ranks(row):
     check(adam(), start=table(row=row))
