@@ -258,7 +258,7 @@ def test_a_slot_of_a_padded_table_begins_as_the_slot_and_zeros():
 
 def test_numbers_of_a_step_are_float32():
     tx = CASES["global_decay_row_wise_adagrad"]()
-    spec = optzoo.interop.sparsecore.sparsecore(tx)
+    spec = optzoo.interop.sparsecore.sparsecore(tx, width=6)
     numbers = spec.get_hyperparameters(spec.first_shared())
     assert numbers and all(jnp.asarray(a).dtype == jnp.float32 for a in numbers)
 
