@@ -256,6 +256,7 @@ def test_a_slot_of_a_padded_table_begins_as_the_slot_and_zeros():
     np.testing.assert_array_equal(accum, [[0.25] * 6 + [0] * 2] * 2)
 
 
+@pytest.mark.unique
 def test_numbers_of_a_step_are_float32():
     tx = CASES["global_decay_row_wise_adagrad"]()
     spec = optzoo.interop.sparsecore.sparsecore(tx, width=6)
