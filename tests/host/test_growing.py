@@ -151,9 +151,9 @@ def test_two_vocabularies_are_restored_from_a_folder(tmp_path):
         store = optzoo.host.HostTable(tables, adam(), 4, vocabulary=vocabularies, folder=tmp_path)
         return store, vocabularies, store.init()
 
-    store, _, state = opened()
-    for _ in store.ahead([keys], ids=lambda batch: batch):
-        state = store.swap(*state)
+    store, vocabularies, state = opened()
+    for name, vocabulary in vocabularies.items():
+        vocabulary.observe(keys[name])
     store.flush(*state)
     store.close()
     _, vocabularies, _ = opened()

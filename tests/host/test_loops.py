@@ -164,11 +164,9 @@ def test_a_second_init_is_refused(mapped, tmp_path):
     """The caches would be empty while the store knows of rows in them."""
     folder = {"folder": tmp_path} if mapped else {}
     store = optzoo.host.HostTable(table(), adam(), CACHE, **folder)
-    now = train(store, *store.init(others()), batches(2))[:2]
-    want = jax.tree.map(np.array, store.flush(*now))
+    store.init(others())
     with pytest.raises(RuntimeError, match="init: the store has rows already"):
         store.init(others())
-    same(store.flush(*now), want)
 
 
 def test_plans_are_made_while_a_step_runs():
