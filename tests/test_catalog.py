@@ -182,3 +182,12 @@ def test_docstring_is_complete(entry):
     described = re.split("Raises:|References:", doc.split("Args:")[1])[0]
     for argument in inspect.signature(entry.factory).parameters:
         assert f"{argument}:" in described, argument
+
+
+def test_slots_of_float32_where_float64_is_enabled(x64):
+    """They do not take the dtype of JAX's new arrays."""
+    x = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}
+    with x64(True):
+        states = {k: jax.eval_shape(samples.make(e).init, x) for k, e in CATALOG.items()}
+    slots = {k: jax.tree.leaves(samples.slots(state)) for k, state in states.items()}
+    assert not {k for k, of in slots.items() if any(a.dtype == "float64" for a in of)}

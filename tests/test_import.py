@@ -1,9 +1,12 @@
 """What ``import optzoo`` brings in: nothing that only some of its functions need."""
 
+import importlib
 import subprocess
 import sys
 
 import pytest
+
+import optzoo
 
 # What the extras and the tests install.
 HEAVY = [
@@ -38,6 +41,14 @@ def test_nothing_heavy_is_imported(loaded):
 def test_rooms_for_few_programs_are_imported_later(loaded):
     rooms = {name for name in loaded if name.startswith("optzoo.") and name.split(".")[1] in LATER}
     assert rooms - NEEDED == set(), "list the name in _LATER of optzoo/__init__.py"
+
+
+def test_modules_of_interop_are_imported_at_their_first_use():
+    """Also where another module has imported them before."""
+    for name in ("fbgemm", "returnn", "tf1"):
+        assert optzoo.interop.__getattr__(name) is importlib.import_module(f"optzoo.interop.{name}")
+    with pytest.raises(AttributeError, match="has no attribute 'jax'"):
+        optzoo.interop.jax  # noqa: B018
 
 
 def test_create_knows_the_names_of_rooms_that_are_imported_later():

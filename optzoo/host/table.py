@@ -217,7 +217,13 @@ class HostTable:
             TypeError: if it is no dict.
             StateError: if the flush is of other parameters or of another optimizer.
             ValueError: if ``tx`` cannot train a cache, with the reason.
+            RuntimeError: if the store has rows already.
         """
+        if not self._rows:
+            raise RuntimeError(
+                "init: the store has rows already, by init or load: make another HostTable, after "
+                "close if it has a folder, or use load"
+            )
         params, state = self._empty({} if others is None else others)
         folder, where = self._folder, self._ready()
         if folder is not None and folder.number:
@@ -334,10 +340,13 @@ class HostTable:
         """
         self._ready()
         self._take_back()
-        for name, number in per_table("rows", rows, [*self._tables]).items():
-            table, number = self._tables[name], check_size(rows=number)
-            if number < table.rows:
-                raise ValueError(f"rows of '{name}' must be at least {table.rows}, got {number}")
+        sizes = per_table("rows", rows, [*self._tables])
+        sizes = {name: check_size(rows=number) for name, number in sizes.items()}
+        for name, number in sizes.items():
+            if number < (least := self._tables[name].rows):
+                raise ValueError(f"rows of '{name}' must be at least {least}, got {number}")
+        for name, number in sizes.items():
+            table = self._tables[name]
             if number > table.rows:
                 table.write_back()
                 table.grow(number, params, state)

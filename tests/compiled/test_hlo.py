@@ -181,7 +181,8 @@ BESIDE = """HloModule jit_step, is_scheduled=true
 
 %sum (x: f32[8]) -> f32[8] {
   %x = f32[8]{0} parameter(0)
-  ROOT %all-reduce.1 = f32[8]{0} all-reduce(%x), channel_id=1, to_apply=%add
+  %all-reduce.1 = f32[8]{0} all-reduce(%x), channel_id=1, to_apply=%add
+  ROOT %copied = f32[8]{0} copy(%all-reduce.1)
 }
 
 %body (s: (s32[], f32[8])) -> (s32[], f32[8]) {

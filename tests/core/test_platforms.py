@@ -356,7 +356,8 @@ def test_every_choice_runs_for_every_platform():
         *choices(step_of_rows, x, OF_ROWS.init(x), ids),
     ]
     seen = set()
-    for _, line in made:
+    for platforms, line in made:
+        assert ("cuda" in platforms) == ("rocm" in platforms), line  # GPUs of both kinds
         path, _, function = line.replace("\\", "/").rpartition("/optzoo/")[2].partition(" ")
         names = [name for name in function.strip("()").split(".") if name[:1] != "<"]
         seen.add(f"{path.partition(':')[0]} {names[-1]}")

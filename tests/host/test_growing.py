@@ -142,6 +142,37 @@ def test_a_table_grows(tmp_path, mapped):
         same(store.flush(*store.init(others())), tuple(want))
 
 
+def test_two_vocabularies_are_restored_from_a_folder(tmp_path):
+    rows, keys = {"a": 5, "b": 4}, {"a": np.array([7, 9]), "b": np.array([9, 8])}
+
+    def opened():
+        vocabularies = {name: optzoo.growing.Vocabulary(n) for name, n in rows.items()}
+        tables = {name: table(n) for name, n in rows.items()}
+        store = optzoo.host.HostTable(tables, adam(), 4, vocabulary=vocabularies, folder=tmp_path)
+        return store, vocabularies, store.init()
+
+    store, vocabularies, state = opened()
+    for name, vocabulary in vocabularies.items():
+        vocabulary.observe(keys[name])
+    store.flush(*state)
+    store.close()
+    _, vocabularies, _ = opened()
+    for name, vocabulary in vocabularies.items():
+        assert vocabulary.look_up(keys[name]).tolist() == [1, 2]
+
+
+def test_a_size_that_is_refused_leaves_the_other_table_as_it_was():
+    tables = {"a": table(5), "b": table(4)}
+    store = optzoo.host.HostTable(tables, adam(), 4)
+    state = store.init()
+    for number, error in ((3, ValueError), (6.5, TypeError)):
+        with pytest.raises(error, match="rows"):
+            store.grow(*state, {"a": 9, "b": number})
+        assert repr(store) == "HostTable('a': 4 of 5 rows, 'b': 4 of 4 rows)"
+    store.grow(*state, {"b": 6})
+    assert repr(store) == "HostTable('a': 4 of 5 rows, 'b': 4 of 6 rows)"
+
+
 def test_a_table_that_grew_after_the_last_flush(tmp_path):
     """A restart has the old number of rows, and their values as of the flush."""
     rows = optzoo.sharded.uniform_rows(jax.random.key(1), WIDTH)

@@ -159,6 +159,16 @@ def test_before_there_are_rows():
         next(store.ahead([], ids=first))
 
 
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_second_init_is_refused(mapped, tmp_path):
+    """The caches would be empty while the store knows of rows in them."""
+    folder = {"folder": tmp_path} if mapped else {}
+    store = optzoo.host.HostTable(table(), adam(), CACHE, **folder)
+    store.init(others())
+    with pytest.raises(RuntimeError, match="init: the store has rows already"):
+        store.init(others())
+
+
 def test_plans_are_made_while_a_step_runs():
     """The next plan is ready before the loop asks for it; a step that is quick waits."""
     store, params, state = begun()

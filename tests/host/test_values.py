@@ -95,6 +95,14 @@ def test_master_weights_and_tables_in_16_bits():
     check(adam(), start=start)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+def test_a_cache_has_the_dtype_of_its_table(dtype):
+    store = optzoo.host.HostTable(jax.ShapeDtypeStruct((9, 2), dtype), adam(), 4)
+    params, state = store.init()
+    assert params["table"].dtype == dtype
+    assert store.read(params, state, np.array([0, 8])).dtype == dtype
+
+
 @pytest.mark.parametrize("row", [(), (1,), (2, 3)])
 def test_rows_of_other_ranks(row):
     check(adam(), start=table(row=row))
@@ -205,6 +213,21 @@ def test_several_tables_beside_layers():
 
 
 # Checkpoints, in both directions
+
+
+def test_two_unlike_tables_are_loaded_into_a_folder(tmp_path):
+    """And restored from it."""
+    want = two(), jax.tree.map(lambda a: a + 1, adam().init(two()))
+    tables = {
+        "emb/users": jax.ShapeDtypeStruct((30, 4), jnp.float32),
+        "items": jax.ShapeDtypeStruct((40, WIDTH), jnp.float32),
+    }
+    made = lambda: optzoo.host.HostTable(tables, adam(), 9, folder=tmp_path)
+    store = made()
+    same(store.flush(*store.load(*want)), want)
+    store.close()
+    store, others = made(), {"emb": {"b": np.zeros(2, np.float32)}, "w": np.zeros(8, np.float32)}
+    same(store.flush(*store.init(others)), want)
 
 
 def test_an_ordinary_run_continues_from_a_flush_and_the_other_way():

@@ -141,6 +141,18 @@ def test_flags_as_integers(name, dtype):
     np.testing.assert_array_equal(got, want.astype("int32"))
 
 
+@pytest.mark.parametrize("of", [jnp.max, jnp.min])
+def test_extremes_of_integers_at_their_ends(of):
+    """Of numbers at the end where a search begins."""
+    kept, dtype = np.iinfo("int32"), "int32"
+    number = kept.min + 1 if of is jnp.max else kept.max - 1
+    update = lambda g, s, x: (-g, s - of(s, axis=1, keepdims=True))
+    tx = optax.GradientTransformation(lambda x: jnp.full(x.shape, number, dtype), update)
+    x = jnp.ones((4, 3))
+    _, got = jax.jit(optzoo.native_step(tx))(x, tx.init(x), x)
+    np.testing.assert_array_equal(got, np.zeros((4, 3), dtype))
+
+
 def elsewhere(where, step, *args):
     """A step where XLA does all of it."""
     if where == "under vmap":

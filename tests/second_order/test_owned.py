@@ -176,6 +176,31 @@ def test_a_checkpoint_of_another_number_of_devices():
         chex.assert_trees_all_equal(jax.device_get(here), jax.device_get(there))
 
 
+def test_two_unlike_stacks_for_other_devices_and_in_16_bits():
+    shapes = {"a": (3, 4), "b": (3, 4), "c": (5, 2), "bias": (3,)}
+    soap = optzoo.soap(0.1, owners="d")
+
+    def like(tx, devices):
+        whole = NamedSharding(mesh_of("Auto", (devices,), "d"), P())
+        params = {k: jax.device_put(np.zeros(shape), whole) for k, shape in shapes.items()}
+        return jax.eval_shape(tx.init, params)
+
+    count = lambda a: np.arange(a.size, dtype=a.dtype).reshape(a.shape)
+    state = jax.tree.map(count, like(soap, 8))  # all numbers are below 256
+    few, half = like(soap, 2), like(optzoo.slots_dtype(soap, "bfloat16"), 8)
+
+    @jax.jit
+    def read(state):
+        others = optzoo.state.state_like(state, few), optzoo.state.slots_like(state, half)
+        chex.assert_trees_all_equal_shapes_and_dtypes(others, (few, half))
+        slots = lambda s: {k: optzoo.get_slot(s, k) for k in optzoo.slot_names(state)}
+        return [jax.tree.map(jnp.float32, slots(s)) for s in (state, *others)]
+
+    want, *found = read(state)
+    for got in found:
+        chex.assert_trees_all_equal(got, want)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_replicas_inside_of_shard_map(check_vma, x64):
     """Each has its part of the state, and needs the gradients of its own matrices alone."""
@@ -275,6 +300,7 @@ def test_storages(storage):
         )
 
 
+@pytest.mark.unique
 def test_random_rounding_differs_between_owners():
     tx = optzoo.slots_dtype(
         optzoo.shampoo(0.1, gbar_decay=0.9, owners="d"), "bfloat16", stochastic=True
@@ -283,7 +309,8 @@ def test_random_rounding_differs_between_owners():
     whole = NamedSharding(mesh, P())
     params = jax.device_put({k: jnp.zeros((8, 8)) for k in "abcdefgh"}, whole)
     grads = jax.device_put({k: jnp.full((8, 8), 1 + 2**-9) for k in params}, whole)
-    _, state = jax.jit(tx.update)(grads, tx.init(params), params)
+    with jax.numpy_dtype_promotion("strict"):
+        _, state = jax.jit(tx.update)(grads, tx.init(params), params)
     kept = {np.asarray(x).tobytes() for x in optzoo.get_slot(state, "gbar").values()}
     assert len(kept) == 8
 

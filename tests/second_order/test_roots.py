@@ -276,6 +276,15 @@ def test_derivatives_where_all_directions_are_one(method):
     np.testing.assert_array_equal(slope, np.zeros(bad.shape))
 
 
+@pytest.mark.parametrize("method", sorted(BY_EIGENVALUES, reverse=True))
+def test_the_derivative_by_the_order(method):
+    """Of ``a ** (-1 / p)`` it is ``a ** (-1 / p) * log(a) / p**2``."""
+    a, p = np.array([16, 4], "float32"), 2.5
+    roots = lambda p: METHODS[method](jnp.diag(a)[None], p, 1e-7, False)[0][0]
+    slope = jax.jit(jax.jacfwd(roots))(p)
+    np.testing.assert_allclose(slope, np.diag(a ** (-1 / p) * np.log(a) / p**2), 1e-4, 1e-6)
+
+
 @pytest.mark.parametrize("method", ALL)
 def test_a_second_derivative_is_refused(method):
     f = lambda s: jnp.sum(METHODS[method](s * jnp.eye(3)[None], 4, 1e-6, True)[0])

@@ -14,7 +14,7 @@ import optzoo
 from optzoo.deferred.state import CaughtUpState
 from optzoo.testing import samples
 
-from .cases import ROWS, WIDTH, mesh_of, of_ids, whole
+from .cases import ROWS, WIDTH, mesh_of, of_ids, shards, whole
 from .test_minimize import W, loss, shapes, start
 
 pytestmark = pytest.mark.usefixtures("several_rounds")
@@ -91,6 +91,31 @@ def test_equal_to_dense_adam(sizes, names, axis_name, factor):
     wanted, _, values = dense(mesh.size)
     np.testing.assert_allclose(losses, values, rtol=1e-4)
     check(optzoo.eval_params(params, state), wanted, s)
+
+
+@pytest.mark.unique
+def test_rows_that_rest_for_longer_than_the_horizon():
+    """Each shard brings its rows up to now in turn. Adam on all rows, in NumPy."""
+    b1, b2, eps, steps = 0.05, 0.9, 1e-3, 40
+    rate = optax.linear_schedule(0.1, 0.01, steps)
+    tx = optzoo.caught_up(optzoo.adam(rate, b1=b1, b2=b2, eps=eps), mask=True, horizon=1)
+    mesh, s = mesh_of(2), optzoo.sharded.RowSharding(ROWS, 2)
+    params = {"table": shards(s, mesh)}
+    state = jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))(params)
+    assert all(2 * len(clock.ring) < steps for clock in state.clock.values())
+    loss = lambda p, ids: jnp.mean(jnp.sum(optzoo.lookup(p["table"], ids), axis=1))
+    step = optzoo.sharded_minimize(loss, tx, mesh, {"table": s})
+    x, m, v = whole().astype(float), np.zeros((ROWS, WIDTH)), np.zeros((ROWS, WIDTH))
+    ids = np.zeros(8, np.int32)
+    for t in range(1, steps + 1):
+        ids[1:] = 6 * np.arange(1, 8) * (t == 1)
+        params, state, _ = step(params, state, ids)
+        g = np.bincount(ids, minlength=ROWS)[:, None] / len(ids)
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+        size = float(rate(t - 1)) * np.sqrt(1 - b2**t) / (1 - b1**t)
+        x -= size * m / (np.sqrt(v) + eps)
+    got = optzoo.eval_params(params, state)
+    np.testing.assert_allclose(of_ids(got["table"], s), x, rtol=1e-5, atol=1e-6)
 
 
 DEFERRED = deferred()

@@ -222,6 +222,18 @@ def test_transport_is_a_cast(dtype):
     np.testing.assert_array_equal(np.isnan(np.asarray(cast, np.float32)), ~numbers)
 
 
+def test_ids_of_64_bits_are_sent_as_32(x64):
+    s, mesh = optzoo.sharded.RowSharding(ROWS, 2), mesh_of(2, kind="Auto")
+    look = lambda t, i: optzoo.sharded.lookup(t, i, s)
+    with x64(True):
+        ids, table = np.zeros(8, np.int64), np.zeros((s.stored_rows, WIDTH), np.float32)
+        specs = s.spec, P("shard")
+        mapped = jax.shard_map(look, mesh=mesh, in_specs=specs, out_specs=specs[1])
+        lines = str(jax.make_jaxpr(mapped)(table, ids)).splitlines()
+    sent = [line for line in lines if "all_to_all" in line]
+    assert any("i32[" in line for line in sent) and not any("i64[" in line for line in sent)
+
+
 def test_bad_input():
     s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4, kind="Auto")
     table, ids = shards(s, mesh), ids_of("uniform", (8,), 4)

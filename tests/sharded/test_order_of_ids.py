@@ -127,6 +127,15 @@ def test_arrays_of_any_kind():
     same(got["1"]["average"], wanted["state"][1].slots.average)
 
 
+def test_a_scalar_of_a_table_of_numbers():
+    """It has no rows, as the table of one axis has no columns."""
+    x, scale = np.arange(8.0), np.float32(3)
+    tree = {"slot": {"t": x[IDS]}, "scale": {"t": scale}}
+    got = optzoo.sharded.in_order_of_ids(tree, {"t": ALONE}, {"t": x[IDS]})
+    np.testing.assert_array_equal(got["slot"]["t"], x)
+    assert got["scale"]["t"] == scale
+
+
 def test_nnx():
     """Variables in the parameters, in the state or in both."""
 

@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 
+import optzoo
 from optzoo.state.fit import StateError
 from optzoo.state.inner import fitting
 
@@ -29,6 +30,15 @@ def test_a_state_of_other_parameters():
     with pytest.raises(StateError, match=r"\(3, 2\) at 'mu/w', got an array .*\(4, 2\)"):
         tx.update(X, state, X)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("number", [5, 6])
+def test_an_error_lists_five_names(number):
+    tx, more = optzoo.adam(0.1), ", ..." if number == 6 else ""
+    state = tx.init(dict.fromkeys("abcdef"[:number], X["w"]))
+    with pytest.raises(StateError) as error:
+        tx.update(X, state, X)
+    assert f"parameters ['w'], got ['a', 'b', 'c', 'd', 'e'{more}]." in str(error.value)
 
 
 def test_a_gradient_without_params_is_compared_with_those_that_the_state_is_of():

@@ -84,6 +84,11 @@ def test_arguments_of_a_mesh_need_one():
     with pytest.raises(TypeError, match=r"tables must be a dict from .* got \('table',\)"):
         mesh = jax.make_mesh((1,), ("shard",), devices=jax.devices()[:1])
         optzoo.minimize(loss, optzoo.lazy_adam(), mesh=mesh, tables=("table",))
+    for name, value in {"max_norm": 0.0, "capacity_factor": -1.0}.items():
+        with pytest.raises(ValueError, match=f"{name} must be positive, got {value}"):
+            optzoo.minimize(loss, optzoo.lazy_adam(), mesh=mesh, **{name: value})
+    with pytest.raises(ValueError, match="parts must be at least 1, got 0"):
+        optzoo.minimize(loss, optzoo.lazy_adam(), mesh=mesh, parts=0)
 
 
 def test_donates():

@@ -195,6 +195,28 @@ def test_strict_settings(wrap, inner, dtype):
 # Unusual trees
 
 
+def test_complex_gradients():
+    """What does no arithmetic with parameters takes them."""
+    x = {"w": jnp.ones(2, "complex64")}
+    inner = optax.sgd(0.1)
+    wrapped = optzoo.multitask(inner), optzoo.skip_spikes(inner, on="norm"), optzoo.stacked(inner)
+    for tx in (*wrapped, optzoo.on_rows(inner)):
+        updates, _ = jax.eval_shape(tx.update, x, jax.eval_shape(tx.init, x), x)
+        assert avals(updates) == avals(x)
+
+
+def test_a_gradient_of_another_shape_is_refused():
+    """Also around an optimizer that would broadcast it."""
+    more = {"accumulate": lambda tx: optzoo.accumulate(tx, 2), "stacked": optzoo.stacked}
+    grads = {**dense_grads(params()), "table": jnp.ones((1, 2))}
+    for name, wrap in (WRAPPERS | more).items():
+        tx = wrap(optax.sgd(0.1))
+        state = jax.eval_shape(tx.init, params())
+        with pytest.raises(ValueError) as error:
+            jax.eval_shape(tx.update, grads, state, params())
+        assert "'table' has shape (5, 2) but its gradient (1, 2)" in str(error.value), name
+
+
 @wrapped_around(*OURS)
 def test_no_gradient_no_change(wrap, inner):
     tx, x = wrap(INNER[inner]()), params()

@@ -346,7 +346,8 @@ def test_bad_losses():
     with pytest.raises(TypeError, match=r"^value must be a number, got 'low': it is the loss"):
         update(value="low")
     for kind, value in itertools.product((float, np.float64, jnp.bfloat16, jnp.asarray), (1, 2)):
-        assert update(value=kind(value))[1].losses[0] == value
+        with jax.numpy_dtype_promotion("strict"):
+            assert update(value=kind(value))[1].losses[0] == value
 
 
 def test_description():

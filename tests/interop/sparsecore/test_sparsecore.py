@@ -249,6 +249,29 @@ def test_slots_have_names_and_initial_values():
     assert len(set(two.slot_variables_initializers()._fields)) == 2
 
 
+def test_a_slot_of_a_padded_table_begins_as_the_slot_and_zeros():
+    tx = optzoo.ftrl(0.1, initial_accumulator_value=0.25)
+    spec = optzoo.interop.sparsecore.sparsecore(tx, width=6)
+    accum, _ = (f(jax.random.key(0), (2, 8)) for f in spec.slot_variables_initializers())
+    np.testing.assert_array_equal(accum, [[0.25] * 6 + [0] * 2] * 2)
+
+
+@pytest.mark.unique
+def test_numbers_of_a_step_are_float32():
+    tx = CASES["global_decay_row_wise_adagrad"]()
+    spec = optzoo.interop.sparsecore.sparsecore(tx, width=6)
+    numbers = spec.get_hyperparameters(spec.first_shared())
+    assert numbers and all(jnp.asarray(a).dtype == jnp.float32 for a in numbers)
+
+
+def test_a_slot_with_the_name_of_a_keyword():
+    """A named tuple cannot have it."""
+    init = lambda p: {k: jax.tree.map(jnp.zeros_like, p) for k in ("lambda", "m")}
+    tx = optzoo.on_rows(optax.GradientTransformation(init, lambda g, state, p=None: (g, state)))
+    slots = optzoo.interop.sparsecore.sparsecore(tx).slot_variables_initializers()
+    assert slots._fields == ("_0", "m")
+
+
 @pytest.mark.parametrize("width", [6, 1])
 def test_a_padded_table(width):
     """Rows of 6 numbers in a table of 8: their mean does not see the padding."""
