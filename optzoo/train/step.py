@@ -12,6 +12,7 @@ from jax import Array
 from ..core.checks import check_flags, check_transformation
 from ..core.optimizer import about_of
 from ..core.paths import leaves_with_path, path_name
+from ..core.platforms import first_on_gpus
 from ..core.rows import is_rows
 from ..core.warn import warn
 from ..deferred.optimizer import DeferredOptimizer, final_update
@@ -90,7 +91,7 @@ class Model(NamedTuple):
             updates, after = final_update(self.tx, grads, state, params, extra_args)
             if in_loop:
                 # One by one: JAX 0.10 has one type for all results of a barrier in a shard_map.
-                updates = jax.tree.map(_first_on_gpus, updates)
+                updates = jax.tree.map(first_on_gpus, updates)
             return optax.apply_updates(params, updates), after
 
         return self.run(apply, params, state)
@@ -186,7 +187,7 @@ class Tables:
         grads = self.treedef.unflatten(of_batch.of_leaves)
         params = self.params
         if any(map(is_rows, of_batch.of_leaves)):
-            params, grads = _first_on_gpus((params, grads))
+            params, grads = first_on_gpus((params, grads))
         extra_args = self.arguments(of_batch.value, extra_args)
         return *self.model.apply(params, self.state, grads, extra_args), of_batch.value
 
@@ -238,17 +239,6 @@ def _check_ids(loss: Loss, flat: Sequence[Array]) -> None:
             "before the loss runs: use optzoo.rows.catch_up or optzoo.sharded.lookup and "
             "tx.update in a step of your own"
         )
-
-
-def _first_on_gpus(tree: Any) -> Any:
-    """The same; on GPUs all of it is computed before a table changes.
-
-    XLA for GPUs would repeat the gather of a lookup inside of the gradient of another parameter,
-    after the update of the table, and copy the table for that. On TPUs this costs cycles. Where
-    no gradient has rows it would let XLA divide the parameters as a divided state is.
-    """
-    barrier = jax.lax.optimization_barrier
-    return jax.lax.platform_dependent(tree, cuda=barrier, rocm=barrier, default=lambda same: same)
 
 
 def report_reads(name: str, sparse: Sparse) -> None:

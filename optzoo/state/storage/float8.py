@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ...core.platforms import first_on_gpus
 from ..types import NotNegative, Signed
 from .at_random import round_at_random
 
@@ -13,13 +14,13 @@ _DTYPE = jnp.float8_e4m3fn
 _TOP = np.float32(448)
 _LEAST = np.float32(2.0**-9)  # above zero
 
-# The arrays are of bits, in uint8: XLA scatters rows of float8 through copies in float32.
+# The arrays are of bits, in int8: XLA scatters rows of float8 through copies in float32.
 
 
 class Float8Codes(NamedTuple):
     """A slot in 8 bits: the float8 that is nearest to ``448 x`` for elements ``scale * x``."""
 
-    codes: Array  # uint8, the bits; of the shape of the slot, or with scales beside them
+    codes: Array  # int8, the bits; of the shape of the slot, or with scales beside them
     scales: Any  # uint16, the greatest magnitudes of the groups; or ()
 
     is_root = False
@@ -38,7 +39,7 @@ class Float8Codes(NamedTuple):
 class Float8RootCodes(NamedTuple):
     """A slot in 8 bits that is never negative: the float8 of ``448 x`` for ``(scale * x)**2``."""
 
-    codes: Array  # uint8, the bits; of the shape of the slot, or with scales beside them
+    codes: Array  # int8, the bits; of the shape of the slot, or with scales beside them
     scales: Any  # uint16, the roots of the greatest elements of the groups; or ()
 
     is_root = True
@@ -61,7 +62,8 @@ KINDS = {Signed: Float8Codes, NotNegative: Float8RootCodes}
 
 def _to_bits(y: Array, bits: Array | None) -> Array:
     y = y if bits is None else round_at_random(y, bits, _DTYPE)
-    return lax.bitcast_convert_type(y.astype(_DTYPE), jnp.uint8)
+    codes = lax.bitcast_convert_type(y.astype(_DTYPE), jnp.int8)
+    return codes if bits is None else first_on_gpus(codes)
 
 
 def _from_bits(codes: Array) -> Array:
