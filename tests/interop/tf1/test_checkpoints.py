@@ -734,6 +734,18 @@ def test_arrays_stay_where_they_were():
     assert params["w"].sharding == state[0].slots.momentum["w"].sharding == place
 
 
+@pytest.mark.parametrize("of", [jnp.zeros, jax.ShapeDtypeStruct, np.zeros])
+def test_arrays_that_had_no_device_go_to_any_mesh(of):
+    like = {"w": of((4,), np.float32)}
+    tx = optzoo.momentum(0.1, 0.9)
+    saved = {"w": np.ones(4, np.float32), "w/Momentum": np.ones(4, np.float32)}
+    params, state = load_tf1_state(tx, like, saved, global_step=0)
+    assert not any(x.committed for x in jax.tree.leaves((params, state)))
+    step = optzoo.minimize(lambda p, x: jnp.mean(x @ p["w"]), tx, mesh=jax.make_mesh((8,), ("d",)))
+    params, _, value = step(params, state, jnp.ones((8, 4)))
+    assert float(value) == 4 and len(params["w"].devices()) == 8
+
+
 def test_counts_that_differ_are_not_saved():
     """An optimizer keeps one count; a chain of two transformations has two."""
     chained = optax.chain(
