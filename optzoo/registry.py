@@ -425,8 +425,10 @@ _OTHER_LIBRARIES = {
 }
 # Wrappers that no config describes.
 _CALLED = {
-    name.replace("_", ""): name
-    for name in ("caught_up", "divide_states", "on_rows", "param_groups")
+    "caughtup": "caught_up",
+    "dividestates": "divide_states",
+    "onrows": "on_rows",
+    "paramgroups": "param_groups",
 }
 # Optimizers that neither optzoo nor optax has by this name.
 _ELSEWHERE = {

@@ -475,9 +475,9 @@ def test_register(catalog):
     taken = r"name 'HalfSGD' is taken by half_sgd: del optzoo.CATALOG\['half_sgd'\] frees it"
     with pytest.raises(ValueError, match=taken):
         register("HalfSGD", optax.sgd)
-    with pytest.raises(ValueError, match="name 'MovingAverage' is taken by moving_average$"):
+    with pytest.raises(ValueError, match=r"name 'MovingAverage' is taken by moving_average$"):
         register("MovingAverage", optax.adam)
-    with pytest.raises(ValueError, match="rows must be one of lazy, .*, got 'lazzy'"):
+    with pytest.raises(ValueError, match=r"rows must be one of lazy, .*, got 'lazzy'"):
         register("mine", optax.sgd, rows="lazzy")
     register("mine.adam", optax.adam, original="tf.train.AdamOptimizer")
     assert registry.factory_of("Mine.Adam") == optax.adam

@@ -278,7 +278,7 @@ def _in_8_bits(inner: Any, params: Any, state: Any) -> Any:
 _WHY_NOT = {
     Sum: "a sum over all steps, of which 8 bits lose single steps",
     Exact: "a count, an average or a factor of a matrix",
-    Slot: "annotate the field as optzoo.rules.Signed or NotNegative if it is a mean or a decaying sum",
+    Slot: "annotate a mean or a decaying sum as optzoo.rules.Signed or NotNegative",
 }
 
 

@@ -275,7 +275,7 @@ def test_what_is_no_split_of_a_model():
     before = arrays(model, optimizer)
     with pytest.raises(StateError, match=r"^state must have the structure that optzoo.nnx_split\("):
         optzoo.nnx_update(model, optimizer, params, params)
-    with pytest.raises(StateError, match="^params must have the structure"):
+    with pytest.raises(StateError, match=r"^params must have the structure"):
         optzoo.nnx_update(model, optimizer, state, params)
     with pytest.raises(TypeError, match="model must be a module of Flax NNX"):
         optzoo.nnx_split(params, optimizer)
