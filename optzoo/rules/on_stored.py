@@ -48,7 +48,8 @@ def _checked(result: Any, slots: Any) -> tuple[Any, Any]:
     if is_pair and jax.tree.structure(result[1]) == jax.tree.structure(slots):
         return result
     fields = ", ".join(getattr(slots, "_fields", ()))
-    got = f"new_slots of type {type(result[1]).__name__}" if is_pair else type(result).__name__
+    name = lambda x: "an array" if isinstance(x, jax.Array) else type(x).__name__
+    got = f"{name(result[1])} for new_slots" if is_pair else name(result)
     raise TypeError(
         "the rule must return (update, new_slots), where new_slots is "
         f"{type(slots).__name__}({fields}), got {got}"

@@ -201,12 +201,12 @@ def test_a_rule_keeps_the_shapes_of_its_slots():
 @pytest.mark.parametrize(
     ("rule", "got"),
     [
-        (lambda g, x, s, t: -g, "got .*Array"),
+        (lambda g, x, s, t: -g, "got an array$"),
         (lambda g, x, s, t: (-g, s.total, s.calls), "got tuple"),
         (lambda g, x, s, t: Slots(-g, g), "got Slots"),
-        (lambda g, x, s, t: (-g, s.total), "got new_slots of type .*Array"),
-        (lambda g, x, s, t: (-g, (s.total, s.calls)), "got new_slots of type tuple"),
-        (lambda g, x, s, t: (-g, s._asdict()), "got new_slots of type dict"),
+        (lambda g, x, s, t: (-g, s.total), "got an array for new_slots"),
+        (lambda g, x, s, t: (-g, (s.total, s.calls)), "got tuple for new_slots"),
+        (lambda g, x, s, t: (-g, s._asdict()), "got dict for new_slots"),
     ],
 )
 @pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: optzoo.slots_dtype(tx, "bfloat16")])
