@@ -185,6 +185,21 @@ def _dtype_of_ids(dtype: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(wide)
 
 
+Tables = Mapping[str, RowSharding] | RowSharding
+
+
+def by_pattern(tables: Tables, tree: Any) -> Mapping[str, RowSharding]:
+    """Shardings by patterns; raises ``TypeError`` unless they are, or are one for one array."""
+    if isinstance(tables, RowSharding) and jax.tree_util.all_leaves([tree]):
+        return {"": tables}
+    if not isinstance(tables, Mapping):
+        raise TypeError(
+            "tables must be a dict of shardings by patterns, as for optzoo.sharded_minimize, such "
+            f"as {{'.*/embedding': sharding}}, got {tables!r}; one sharding is for one array"
+        )
+    return tables
+
+
 def shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[RowSharding | None]:
     """For each parameter its sharding, None for those that are replicated.
 

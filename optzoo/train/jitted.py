@@ -12,12 +12,10 @@ from ..core.compat import can_demand_layouts, is_tracing
 from ..core.integers import check_integers
 from ..sparse.row_major import Needs, row_major, to_row_major, with_row_major
 
-
 _PLACE = (
-    "Put parameters and state on the devices of the step: jax.device_put(params, "
-    "jax.sharding.NamedSharding(mesh, spec)) and jax.device_put(state, "
-    "optzoo.state_sharding(tx, params)), where spec is that of optzoo.sharded.RowSharding for a "
-    "sharded table, and jax.P() for all else"
+    "Put all arrays on the devices of the step: for a mesh, jax.device_put(params, "
+    "optzoo.sharded.params_sharding(params, mesh, tables)) and jax.device_put(state, "
+    "optzoo.state_sharding(tx, params)), with tables={} if none is sharded"
 )
 
 

@@ -93,6 +93,9 @@ def test_arrays_of_another_device():
     with pytest.raises(ValueError, match="incompatible devices") as found:
         step(params, tx.init(params), jnp.ones((8, 4)))
     assert "optzoo.state_sharding(tx, params)" in found.value.__notes__[0]
+    params = jax.device_put(params, optzoo.sharded.params_sharding(params, mesh, {}))
+    state = jax.device_put(tx.init(params), optzoo.state_sharding(tx, params))
+    step(params, state, jnp.ones((8, 4)))
 
 
 def test_donates():
