@@ -15,7 +15,7 @@ from ..core.meshes import shard_map
 from ..core.paths import leaves_with_path, path_name, value_by_name
 from ..core.row_ids import integer_ids
 from ..state.deferred import has_deferred
-from ..state.fit import refuse_nnx
+from ..state.of_nnx import refuse_nnx
 from ..state.types import MasterWeightsState, nodes_of
 from .tables import by_ids, map_tables, whole
 

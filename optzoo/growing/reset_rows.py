@@ -19,7 +19,7 @@ from ..core.row_ids import integer_ids
 from ..core.rows import SparseRows
 from ..deferred.state import CaughtUpState
 from ..sharded.row_sharding import RowSharding
-from ..state.fit import refuse_nnx
+from ..state.of_nnx import refuse_nnx
 from ..state.types import map_nodes
 from .arguments import (
     RowsOf,

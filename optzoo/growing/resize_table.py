@@ -19,7 +19,7 @@ from ..deferred.catch_up import catch_up
 from ..sharded.order_of_ids import from_order_of_ids, in_order_of_ids
 from ..sharded.row_sharding import RowSharding
 from ..state.deferred import has_deferred
-from ..state.fit import refuse_nnx
+from ..state.of_nnx import refuse_nnx
 from .arguments import (
     RowsOf,
     check_by_pattern,

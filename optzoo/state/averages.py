@@ -12,7 +12,8 @@ from jax import Array
 from ..core.numerics import wide_dtype
 from ..core.paths import flatten_with_path, is_masked, path_name
 from ..core.rows import is_rows
-from .fit import OF_NNX, StateError, kind_of
+from .fit import StateError, kind_of
+from .of_nnx import OF_NNX
 from .stacks import restack, unstack
 from .tf1_names import AVERAGE, TF1Names
 from .types import Exact, LocalSGDState, ReplicaState, Signed

@@ -5,7 +5,6 @@ restored in any dtype.
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,6 @@ from ..core.gradients import check_gradients
 from ..core.lines import are_lines, doubled, is_lines, shape_of_lines
 from ..core.paths import leaves_with_path, path_name
 from ..core.rows import is_rows, is_sparse_or_none
-from .deferred import clocks_of
 from .eight_bits import is_coded, shape_of
 from .packing import is_packed
 from .slots import has_states
@@ -49,27 +47,6 @@ def refuse_swapped(params: Any) -> None:
     # In an update of optax.lookahead the parameters are a named tuple of optax.
     if not isinstance(params, optax.LookaheadParams) and has_states(params):
         raise StateError(SWAPPED)
-
-
-OF_NNX = "of Flax NNX give params, state = optzoo.nnx_split(model, optimizer)"
-
-
-def refuse_nnx(state: Any) -> None:
-    """Raises ``TypeError`` for a state of Flax NNX without its types, or with a clock in variables.
-
-    Slots may be in variables, as boxes of the parameters are.
-    """
-    nnx = sys.modules.get("flax.nnx")  # who has a state of it has imported it
-    if nnx is None:
-        return
-    is_variable = lambda x: isinstance(x, nnx.Variable)
-    if isinstance(state, nnx.State | nnx.Optimizer):
-        got = f"an nnx.{type(state).__name__}"
-    elif any(map(is_variable, jax.tree.leaves(clocks_of(state), is_leaf=is_variable))):
-        got = "one with nnx.Variable"
-    else:
-        return
-    raise TypeError(f"state must be that of tx, got {got}: {OF_NNX}")
 
 
 # Slots

@@ -8,7 +8,7 @@ from ..core.donation import unshared
 from ..deferred.catch_up import catch_up
 from ..state.averages import averages_of, has_averages
 from ..state.deferred import has_deferred
-from ..state.fit import refuse_nnx
+from ..state.of_nnx import refuse_nnx
 
 
 def eval_params(params: Any, state: Any) -> Any:

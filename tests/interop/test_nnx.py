@@ -300,6 +300,18 @@ def test_a_state_of_nnx_in_functions_of_a_state(change):
             change(params, wrong, {"embedding": rows})
 
 
+def test_slots_of_an_optimizer_of_nnx():
+    model = nnx.Embed(6, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optzoo.momentum(0.1, 0.9), wrt=nnx.Param)
+    for wrong in (optimizer, nnx.state(optimizer)):
+        for f in (lambda state: optzoo.get_slot(state, "momentum"), optzoo.slot_names):
+            with pytest.raises(TypeError, match=r"an nnx\..*optzoo\.nnx_split\(model, optimizer\)"):
+                f(wrong)
+    deferred = optzoo.caught_up(optzoo.adam(0.1), mask=True)
+    state = nnx.Optimizer(model, deferred, wrt=nnx.Param).opt_state
+    assert optzoo.slot_names(state) == ("m", "v")
+
+
 def test_deferred_rows_in_variables():
     model, tx = nnx.Embed(6, 2, rngs=nnx.Rngs(0)), optzoo.caught_up(optzoo.adam(0.1), mask=True)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
