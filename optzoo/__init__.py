@@ -117,6 +117,8 @@ if typing.TYPE_CHECKING:
     from . import interop as interop
     from .compiled.report import compile_report as compile_report
     from .interop.nnx import nnx_minimize as nnx_minimize
+    from .interop.nnx import nnx_split as nnx_split
+    from .interop.nnx import nnx_update as nnx_update
     from .interop.tf1.load import load_tf1_state as load_tf1_state
     from .interop.tf1.save import save_tf1_state as save_tf1_state
     from .native.step import native_step as native_step
@@ -125,6 +127,8 @@ if typing.TYPE_CHECKING:
 _LATER = {
     "compile_report": "compiled.report",
     "nnx_minimize": "interop.nnx",
+    "nnx_split": "interop.nnx",
+    "nnx_update": "interop.nnx",
     "load_tf1_state": "interop.tf1.load",
     "native_step": "native.step",
     "save_tf1_state": "interop.tf1.save",

@@ -65,6 +65,7 @@ from .wrappers.master_weights import master_weights
 from .wrappers.moving_average import moving_average
 from .wrappers.multitask import multitask
 from .wrappers.skip_spikes import skip_spikes
+from .wrappers.slots_dtype import slots_dtype
 from .wrappers.stacked import stacked
 from .wrappers.variable_clipping import variable_clipping
 from .wrappers.weight_decay import decoupled_weight_decay
@@ -202,6 +203,7 @@ WRAPPERS: dict[str, Wrapper] = _by_name(
     Wrapper(moving_average, f"{_CONTRIB}.MovingAverageOptimizer"),
     Wrapper(multitask, f"{_CONTRIB}.MultitaskOptimizerWrapper"),
     Wrapper(skip_spikes, None),
+    Wrapper(slots_dtype, None),
     Wrapper(stacked, None),
     Wrapper(variable_clipping, f"{_CONTRIB}.VariableClippingOptimizer"),
 )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from .core.checks import check_transformation
 from .core.optimizer import about_of
 from .core.paths import leaves_with_path, out_of_box, path_name, value_by_name
 from .core.terminal import columns
@@ -159,10 +160,12 @@ def describe(
         **extra_args: further arguments that ``update`` needs.
 
     Raises:
+        TypeError: if ``tx`` is no transformation.
         ValueError: as ``update``, with a note, such as for another number of replicas than that of
             ``tx``; or if ``ids`` does not have the patterns of ``tables``.
         NameError: if ``tx`` communicates along another axis, with a note.
     """
+    check_transformation(tx=tx)
     places = None if about_of(tx).divide is None else state_sharding(tx, params)
     tx = optax.with_extra_args_support(tx)
     place = lambda x: None if places is None else x.sharding

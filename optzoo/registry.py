@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .catalog import CATALOG, DISTRIBUTED, WRAPPERS, Entry
+from .catalog import CATALOG, DISTRIBUTED, WRAPPERS, Entry, Rows
 from .core.checks import check_choice
 from .core.optimizer import Optimizer, about_of
 from .core.paths import containing, names_with
@@ -156,12 +156,14 @@ def register(
 
     Raises:
         TypeError: if the factory is not a function.
-        ValueError: if the name is taken.
+        ValueError: if the name is taken, or ``rows`` is none of these.
     """
     if not callable(factory):
         raise TypeError(f"factory must be a function that returns the optimizer, got {factory!r}")
     if (taken := _table().get(_key(name))) is not None:
-        raise ValueError(f"name must be a new one, {name!r} is {taken.name}")
+        free = f": del optzoo.CATALOG[{taken.name!r}] frees it" if taken.name in CATALOG else ""
+        raise ValueError(f"name {name!r} is taken by {taken.name}{free}")
+    check_choice(Rows, rows=rows)
     CATALOG[name] = Entry(factory, rows, rate, original, **about)
 
 
@@ -421,6 +423,13 @@ _OTHER_LIBRARIES = {
     "optax": "call the function of optax; optzoo takes its transformations as they are",
     "torch": "docs/from_torch.md says what to take for each optimizer of torch",
 }
+# Wrappers that no config describes.
+_CALLED = {
+    "caughtup": "caught_up",
+    "dividestates": "divide_states",
+    "onrows": "on_rows",
+    "paramgroups": "param_groups",
+}
 # Optimizers that neither optzoo nor optax has by this name.
 _ELSEWHERE = {
     "rectifiedadam": "there is optax.radam",
@@ -434,6 +443,8 @@ def _instead(name: str) -> str:
     module, _, key = _key(name).rpartition(".")
     if (advice := _OTHER_LIBRARIES.get(module.partition(".")[0])) is not None:
         return f": {advice.format(_last(name))}"
+    if key in _CALLED:
+        return f": call optzoo.{_CALLED[key]} with the optimizers that create returns"
     if key in _ELSEWHERE:
         return f"; {_ELSEWHERE[key]}"
     table = _table()

@@ -89,7 +89,7 @@ def test_docstrings_of_wrappers_are_complete(name):
 @pytest.mark.parametrize(
     ("folder", "names"),
     [
-        ("wrappers", [*optzoo.catalog.WRAPPERS, "divide_states", "param_groups", "slots_dtype"]),
+        ("wrappers", [*optzoo.catalog.WRAPPERS, "divide_states", "param_groups"]),
         ("distributed", optzoo.catalog.DISTRIBUTED),
     ],
 )

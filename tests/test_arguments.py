@@ -214,7 +214,7 @@ def test_a_flag_is_true_or_false(factory, name):
         make(factory, **{name: value})
 
 
-@pytest.mark.parametrize("wrapper", [*optzoo.catalog.WRAPPERS, "slots_dtype"])
+@pytest.mark.parametrize("wrapper", optzoo.catalog.WRAPPERS)
 @pytest.mark.parametrize(
     "inner", [None, optzoo.adam, 0.1, {}, "adam", optax.GradientTransformation]
 )

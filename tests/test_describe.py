@@ -29,6 +29,11 @@ def test_adam():
     assert (found.sent, found.sent_at_times) == (0, 0)
 
 
+def test_what_is_no_transformation():
+    with pytest.raises(TypeError, match=r"^tx must be an optax transformation such as .*'adam'"):
+        describe("adam", PARAMS)
+
+
 def test_no_parameters():
     """Of which the counters alone are state: there is no element to divide it by."""
     found = describe(optzoo.adam(), {})

@@ -27,7 +27,7 @@ NAMES = [
     *optzoo.catalog.DISTRIBUTED,
     *TRANSFORMS,
     *("zero_if_norm_exceeds", "clip_by_norm", "clip_by_average_norm", "clip_by_global_norm"),
-    *("check_numerics", "slots_dtype", "on_rows", "caught_up"),
+    *("check_numerics", "on_rows", "caught_up"),
     *("cosine_sign_decay", "linear_sign_decay", "restart_sign_decay"),
     *(name.rpartition(".")[2] for name in BY_NAME if name.startswith("optzoo.schedules.")),
 ]

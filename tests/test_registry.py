@@ -381,6 +381,8 @@ def test_keras_sgd_has_a_slot_only_with_momentum(momentum, shapes):
         ("xyz", ValueError, "no optimizer is called 'xyz'$"),
         ("adam.", ValueError, "no optimizer is called 'adam.'"),
         ("os.system", ValueError, "no optimizer is called 'os.system'$"),
+        ("param_groups", ValueError, ": call optzoo.param_groups with the optimizers that create"),
+        ({"class": "CaughtUp", "opt": "adam"}, ValueError, ": call optzoo.caught_up with the opt"),
         ("torch.optim.AdamW", ValueError, "docs/from_torch.md says what to take for each"),
         (
             "opennmt.RMSprop",
@@ -470,15 +472,25 @@ def test_register(catalog):
     register("half_sgd", lambda learning_rate=0.3: optax.sgd(learning_rate / 2), rate=0.2)
     assert are_equal(create("HalfSGDOptimizer", learning_rate=0.3), optax.sgd(0.15))
     assert are_equal(catalog["half_sgd"].make(), optax.sgd(0.1))
-    with pytest.raises(ValueError, match="name must be a new one, 'half_sgd' is half_sgd"):
-        register("half_sgd", optax.sgd)
-    with pytest.raises(ValueError, match="'AdamOptimizer' is adam"):
-        register("AdamOptimizer", optax.adam)
+    taken = r"name 'HalfSGD' is taken by half_sgd: del optzoo.CATALOG\['half_sgd'\] frees it"
+    with pytest.raises(ValueError, match=taken):
+        register("HalfSGD", optax.sgd)
+    with pytest.raises(ValueError, match=r"name 'MovingAverage' is taken by moving_average$"):
+        register("MovingAverage", optax.adam)
+    with pytest.raises(ValueError, match=r"rows must be one of lazy, .*, got 'lazzy'"):
+        register("mine", optax.sgd, rows="lazzy")
     register("mine.adam", optax.adam, original="tf.train.AdamOptimizer")
     assert registry.factory_of("Mine.Adam") == optax.adam
     assert registry.factory_of("tf.train.AdamOptimizer") == optzoo.adam
     with pytest.raises(TypeError, match="factory must be a function"):
         register("mine", optax.sgd(0.1))
+
+
+def test_slots_in_8_bits_of_a_registered_optimizer(catalog):
+    register("mine", optzoo.lazy_adam, rows="lazy")
+    config = {"class": "slots_dtype", "dtype": "int8", "opt": {"class": "Mine", "beta1": 0.5}}
+    tx = create(config, learning_rate=0.3)
+    assert tx == optzoo.slots_dtype(optzoo.lazy_adam(0.3, b1=0.5), "int8")
 
 
 def test_list_shows_arguments_and_defaults(capsys):

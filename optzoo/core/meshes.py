@@ -216,6 +216,16 @@ def place_of(x: Any) -> Any:
     return x.sharding if is_known else None
 
 
+def where_it_was(new: Any, old: Any) -> Any:
+    """An array on the devices of the one that it replaces; committed to them only if that is.
+
+    A step on a mesh accepts an array that is not committed, and refuses one of another device.
+    """
+    is_known = isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer)
+    stays = is_known and (old.committed or getattr(new, "committed", False))
+    return jax.device_put(new, old.sharding) if stays else new
+
+
 def placed(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
     """An array in the types of a mesh; as it is where these have no shardings."""
     return reshard(x, NamedSharding(mesh, spec)) if explicit_axes(mesh) else x

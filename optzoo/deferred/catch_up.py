@@ -15,6 +15,7 @@ from ..core.meshes import shard_map
 from ..core.paths import leaves_with_path, path_name, value_by_name
 from ..core.row_ids import integer_ids
 from ..state.deferred import has_deferred
+from ..state.of_nnx import refuse_nnx
 from ..state.types import MasterWeightsState, nodes_of
 from .tables import by_ids, map_tables, whole
 
@@ -60,12 +61,14 @@ def catch_up(params: Any, state: Any, ids: Any = None) -> tuple[Any, Any]:
         The parameters and the state.
 
     Raises:
-        TypeError: if ids are not integers, or a parameter is no array.
+        TypeError: if ids are not integers, a parameter is no array, or the state has variables of
+            Flax NNX.
         StateError: if the state is that of other parameters.
         ValueError: if no part of the state is of :func:`optzoo.caught_up`; with ``ids`` also if a
             pattern matches no parameter, or :func:`optzoo.caught_up` is not the last of its
             ``optax.chain``.
     """
+    refuse_nnx(state)
     if not has_deferred(state):
         raise ValueError(
             "no rows are deferred in this state, which is not of optzoo.caught_up: all are as of "

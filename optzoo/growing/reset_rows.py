@@ -19,6 +19,7 @@ from ..core.row_ids import integer_ids
 from ..core.rows import SparseRows
 from ..deferred.state import CaughtUpState
 from ..sharded.row_sharding import RowSharding
+from ..state.of_nnx import refuse_nnx
 from ..state.types import map_nodes
 from .arguments import (
     RowsOf,
@@ -79,7 +80,7 @@ def reset_rows(
 
     Raises:
         TypeError: if ``tables`` or ``shardings`` is no dict, if ids are not integers, or if ``tx``
-            is no transformation.
+            is no transformation; if the state is an ``nnx.State`` or ``nnx.Optimizer``.
         StateError: if the state is not that of ``tx`` and of these parameters.
         ValueError: if ids are not of shape ``(n,)``; otherwise as
             :func:`optzoo.growing.resize_table`.
@@ -89,6 +90,7 @@ def reset_rows(
         they have: a step that donates one deletes them in the other, too.
     """
     check_transformation(tx=tx)
+    refuse_nnx(state)
     check_by_pattern("tables", tables, "{'emb': ids}")
     shardings = {} if shardings is None else shardings
     check_by_pattern("shardings", shardings, "{'emb': sharding}")

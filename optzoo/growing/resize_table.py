@@ -19,6 +19,7 @@ from ..deferred.catch_up import catch_up
 from ..sharded.order_of_ids import from_order_of_ids, in_order_of_ids
 from ..sharded.row_sharding import RowSharding
 from ..state.deferred import has_deferred
+from ..state.of_nnx import refuse_nnx
 from .arguments import (
     RowsOf,
     check_by_pattern,
@@ -89,7 +90,8 @@ def resize_table(
 
     Raises:
         TypeError: if ``tables`` or ``shardings`` is no dict, or a value in them of another type; if
-            ``tx`` is no transformation; if ``init`` gives no real numbers.
+            ``tx`` is no transformation; if ``init`` gives no real numbers; if the state is an
+            ``nnx.State`` or ``nnx.Optimizer`` (:func:`optzoo.nnx_split`).
         StateError: if the state is not that of ``tx`` and of these parameters.
         ValueError: if a pattern matches no parameter or two match one; if a parameter has no rows;
             if ``init`` gives rows of another shape; if the state has arrays that depend on all
@@ -101,6 +103,7 @@ def resize_table(
         they have: a step that donates one deletes them in the other, too.
     """
     check_transformation(tx=tx)
+    refuse_nnx(state)
     check_by_pattern("tables", tables, "{'emb': 2000}")
     sizes = {pattern: check_size(1, **{f"tables[{pattern!r}]": n}) for pattern, n in tables.items()}
     size_of = value_by_name("tables", sizes, params)

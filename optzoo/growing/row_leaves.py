@@ -16,7 +16,7 @@ from ..core.paths import is_masked, leaves_with_path, map_with_path, path_name
 from ..deferred.state import CaughtUpState
 from ..state.fit import difference, misfit
 from ..state.stacks import is_stack
-from ..state.types import AccumulateState, RowsOfCycle, map_nodes
+from ..state.types import AccumulateState, RowsOfCycle, map_nodes, nodes_of
 from .arguments import names_of, placed
 
 
@@ -33,16 +33,17 @@ def with_ages(state: Any, params: Any, like: Any) -> Any:
         params: the parameters, as whose rows the steps are sharded.
         like: a state, perhaps abstract, that has such steps for these parameters.
     """
-    boxes = Boxes(params, none=False)
+    boxes, others = Boxes(params, none=False), iter(nodes_of(CaughtUpState, like))
 
-    def change(node, other):
+    def change(node):
+        other = next(others)
         [clock] = node.clock.values()
         now = lambda a, x: jnp.full(a.shape, clock.count, a.dtype, device=_place_of_rows(x))
         lasts = zip(boxes.slots(other.last), boxes.contents, strict=True)
         all_now = [a if is_masked(a) else now(a, x) for a, x in lasts]
         return node._replace(last=boxes.refilled(other.last, all_now))
 
-    return map_nodes(CaughtUpState, change, state, like)
+    return map_nodes(CaughtUpState, change, state)
 
 
 def _place_of_rows(x: Any) -> Sharding | None:

@@ -13,6 +13,7 @@ import optax
 
 from ..core.checks import check_size, check_transformation
 from ..core.lines import from_lines, to_lines_of
+from ..core.meshes import where_it_was
 from ..core.numerics import is_real, saturating_cast
 from ..core.paths import leaves_with_path, map_with_path, path_name
 from ..state.averages import EMANesterovSlots, MovingAverageSlots
@@ -192,8 +193,7 @@ def _wrong(what: str, new: Any, old: Any) -> Iterator[str]:
 def like(new: Any, old: Any) -> Any:
     """A copy of an array in the dtype of another one, and where that is."""
     cast = saturating_cast if jnp.issubdtype(old.dtype, jnp.inexact) else jnp.asarray
-    new = jnp.array(cast(jnp.asarray(new), old.dtype))
-    return jax.device_put(new, old.sharding) if isinstance(old, jax.Array) else new
+    return where_it_was(jnp.array(cast(jnp.asarray(new), old.dtype)), old)
 
 
 def _power(name: str, base: Any, count: int) -> Any:

@@ -17,6 +17,7 @@ from jax import Array
 
 from ..core.checks import check_params
 from ..core.gradients import check_gradients
+from ..core.meshes import where_it_was
 from ..core.numerics import upcast
 from ..core.paths import leaves_with_path, path_name
 from ..core.rows import SparseRows, is_sparse_or_none, map_rows
@@ -326,8 +327,7 @@ def _are_slots(attribute: str, value: Any, refs: list[Any], variable: type) -> b
 
 def _placed_like(x: Any, value: Array) -> Array:
     """A slot with the sharding of its parameter."""
-    is_placed = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
-    return jax.device_put(value, x.sharding) if is_placed and x.shape == value.shape else value
+    return where_it_was(value, x) if jnp.shape(x) == value.shape else value
 
 
 @contextlib.contextmanager

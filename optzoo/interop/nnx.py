@@ -1,4 +1,4 @@
-"""The whole train step of a module of Flax NNX."""
+"""Modules and optimizers of Flax NNX: the whole train step, and their arrays."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import jax
 
 from ..core.checks import check_flags
 from ..core.extras import how_to_install
+from ..core.integers import check_integers
 from ..core.paths import leaves_with_path, path_name
 from ..native.step import Native
 from ..sparse.lookup import value_and_aux
 from ..sparse.wanted import MIN_ROWS, Sparse
+from ..state.fit import StateError
 from ..train.minimize import minimize
 
 try:
     from flax import nnx
 except ImportError as error:
-    raise ImportError(f"nnx_minimize needs Flax: {how_to_install('flax')}") from error
+    raise ImportError(f"this needs Flax: {how_to_install('flax')}") from error
 
 # Values in the place of variables. Before Flax 0.12.7 it has another name.
 as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
@@ -89,6 +91,7 @@ def nnx_minimize(
         leaves, treedef = jax.tree.flatten(batch, is_leaf=_is_object)
         objects = [x for x in leaves if _is_object(x)]
         arrays = [x for x in leaves if not _is_object(x)]
+        check_integers(treedef.unflatten([None if _is_object(x) else x for x in leaves]))
         where = _OfModel(nnx.filterlib.to_predicate(optimizer.wrt))
         graphdef, params, others = nnx.split((model, objects), where, ...)
         layout = _Layout(graphdef, where, treedef, tuple(map(_is_object, leaves)))
@@ -107,6 +110,70 @@ def nnx_minimize(
         return (value, aux) if has_aux else value
 
     return step
+
+
+def nnx_split(model: Any, optimizer: Any) -> tuple[Any, Any]:
+    """The parameters and the state of an optimizer of Flax NNX, as arrays without variables.
+
+    Functions of ``params`` and ``state`` take them: :func:`optzoo.eval_params`,
+    :func:`optzoo.growing.resize_table`, :func:`optzoo.rows.catch_up`, :func:`optzoo.get_slot`.
+    :func:`optzoo.nnx_update` writes new ones back.
+
+    Example:
+        >>> import optzoo
+        >>> from flax import nnx
+        >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        >>> optimizer = nnx.Optimizer(model, optzoo.momentum(0.1, 0.9), wrt=nnx.Param)
+        >>> params, state = optzoo.nnx_split(model, optimizer)
+        >>> params["kernel"].shape, optzoo.get_slot(state, "momentum")["kernel"].shape
+        ((2, 3), (2, 3))
+
+    Args:
+        model: the module.
+        optimizer: the ``nnx.Optimizer``. Its ``wrt`` says which variables are parameters.
+
+    Raises:
+        TypeError: if ``model`` is no module or ``optimizer`` no ``nnx.Optimizer``.
+    """
+    _check(model, optimizer)
+    return as_pure(nnx.state(model, optimizer.wrt)), as_pure(optimizer.opt_state)
+
+
+def nnx_update(model: Any, optimizer: Any, params: Any, state: Any) -> None:
+    """Sets the parameters and the state of an optimizer of Flax NNX: :func:`nnx_split` reversed.
+
+    Arrays may have other shapes than before, such as those of a table with more rows.
+
+    Example:
+        >>> import optzoo
+        >>> from flax import nnx
+        >>> model, tx = nnx.Embed(4, 2, rngs=nnx.Rngs(0)), optzoo.lazy_adam(0.1)
+        >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        >>> params, state = optzoo.nnx_split(model, optimizer)
+        >>> grown = optzoo.growing.resize_table(params, state, {"embedding": 8}, tx=tx)
+        >>> optzoo.nnx_update(model, optimizer, *grown)
+        >>> model.embedding.shape
+        (8, 2)
+
+    Args:
+        model: the module.
+        optimizer: the ``nnx.Optimizer``.
+        params: as from ``nnx_split``.
+        state: as from ``nnx_split``.
+
+    Raises:
+        TypeError: as ``nnx_split``.
+        StateError: if parameters or state have another structure. Nothing is set then.
+    """
+    for name, old, new in zip(
+        ("params", "state"), nnx_split(model, optimizer), (params, state), strict=True
+    ):
+        if jax.tree.structure(new) != jax.tree.structure(old):
+            raise StateError(
+                f"{name} must have the structure that optzoo.nnx_split(model, optimizer) gives"
+            )
+    nnx.update(model, params)
+    _set_values(optimizer.opt_state, state)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,8 +35,8 @@ from .prove_rows import NotRowWise, check_operation, primes, row_axes
 
 _IN_ONE_ROUND = (
     "Give sharded_minimize capacity_factor=None, for one round with room for any ids, or take an "
-    "optimizer that updates each touched row by itself, such as optzoo.lazy_adam or "
-    "optzoo.on_rows(...)"
+    "optimizer that updates each touched row by itself, such as optzoo.lazy_adam, "
+    "optzoo.caught_up(optzoo.adam(...)) or optzoo.on_rows(...)"
 )
 _BY_ROWS = (
     "Take an optimizer that treats each row by itself, such as optzoo.lazy_adam, row_wise_lamb or "

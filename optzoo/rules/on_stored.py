@@ -23,7 +23,7 @@ def in_float32(rule: Rule) -> Rule:
 
     def on_stored(g, x, s, t, **scheduled):
         wide, x, loaded = jax.tree.map(upcast, (g, x, load(s)))
-        u, new = rule(wide, x, loaded, t, **in_dtype(scheduled, wide.dtype))
+        u, new = _checked(rule(wide, x, loaded, t, **in_dtype(scheduled, wide.dtype)), loaded)
         saved = save(s, new)
         if callable(u):
             u = u(read_back(saved, new))
@@ -40,6 +40,20 @@ def in_float32(rule: Rule) -> Rule:
         return automatically(call, specs)(g, x, s, t, scheduled)
 
     return on_any_mesh
+
+
+def _checked(result: Any, slots: Any) -> tuple[Any, Any]:
+    """What a rule returns; raises ``TypeError`` unless it is an update and new slots."""
+    is_pair = type(result) is tuple and len(result) == 2
+    if is_pair and jax.tree.structure(result[1]) == jax.tree.structure(slots):
+        return result
+    fields = ", ".join(getattr(slots, "_fields", ()))
+    name = lambda x: "an array" if isinstance(x, jax.Array) else type(x).__name__
+    got = f"{name(result[1])} for new_slots" if is_pair else name(result)
+    raise TypeError(
+        "the rule must return (update, new_slots), where new_slots is "
+        f"{type(slots).__name__}({fields}), got {got}"
+    )
 
 
 def in_dtype(scheduled: Mapping[str, Any], dtype: Any) -> dict[str, Any]:

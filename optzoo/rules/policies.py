@@ -77,6 +77,9 @@ class RowsPolicy(Protocol):
 def lazy(rule: Rule) -> RowsRule:
     """Only the touched rows change: the others keep their parameters and slots.
 
+    The rule gets these rows alone, so it must treat each row by itself: a norm or a mean along the
+    first axis would depend on the batch.
+
     Example:
         >>> import jax.numpy as jnp, optzoo
         >>> tx = optzoo.rules.leafwise(lambda g, x, s, t: (-g - 1, s), rows=optzoo.rules.lazy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +18,7 @@ from ..core.rows import is_rows
 from ..deferred.motion import Clock
 from ..state.slots import is_state
 from ..state.types import RowsOfCycle
-from .row_sharding import RowSharding, shardings_by_leaf
-
-Tables = Mapping[str, RowSharding] | RowSharding
+from .row_sharding import RowSharding, Tables, by_pattern, shardings_by_leaf
 
 
 def in_order_of_ids(tree: Any, tables: Tables, params: Any = None) -> Any:
@@ -83,14 +81,7 @@ def from_order_of_ids(tree: Any, tables: Tables, params: Any = None) -> Any:
 def _rearranged(
     tree: Any, tables: Tables, params: Any, blocks_of: Callable[[RowSharding], int]
 ) -> Any:
-    is_array = jax.tree_util.all_leaves([tree])
-    if isinstance(tables, RowSharding) and is_array:
-        tables = {"": tables}
-    if not isinstance(tables, Mapping):
-        raise TypeError(
-            "tables must be a dict of shardings by patterns, as for optzoo.sharded_minimize, such "
-            f"as {{'.*/embedding': sharding}}, got {tables!r}; one sharding is for one array"
-        )
+    tables, is_array = by_pattern(tables, tree), jax.tree_util.all_leaves([tree])
     if params is None:
         if any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state))):
             raise ValueError(

@@ -185,6 +185,21 @@ def _dtype_of_ids(dtype: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(wide)
 
 
+Tables = Mapping[str, RowSharding] | RowSharding
+
+
+def by_pattern(tables: Tables, tree: Any) -> Mapping[str, RowSharding]:
+    """Shardings by patterns; raises ``TypeError`` unless they are, or are one for one array."""
+    if isinstance(tables, RowSharding) and jax.tree_util.all_leaves([tree]):
+        return {"": tables}
+    if not isinstance(tables, Mapping):
+        raise TypeError(
+            "tables must be a dict of shardings by patterns, as for optzoo.sharded_minimize, such "
+            f"as {{'.*/embedding': sharding}}, got {tables!r}; one sharding is for one array"
+        )
+    return tables
+
+
 def shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[RowSharding | None]:
     """For each parameter its sharding, None for those that are replicated.
 
@@ -199,10 +214,12 @@ def shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[Ro
     by_name = value_by_name("tables", tables, params)
     found = []
     for path, x in leaves_with_path(params, is_leaf=is_lines):
-        found.append(by_name.get(path_name(path)))
-        if found[-1] is not None and jnp.shape(x)[:1] != (found[-1].stored_rows,):
+        found.append(sharding := by_name.get(path_name(path)))
+        if sharding is not None and jnp.shape(x)[:1] != (sharding.stored_rows,):
             raise ValueError(
-                f"parameter '{path_name(path)}' must have the {found[-1].stored_rows} stored rows "
-                f"of its sharding, got shape {jnp.shape(x)}: optzoo.sharded.create_table makes it"
+                f"parameter '{path_name(path)}' must have the {sharding.stored_rows} stored rows "
+                f"of its sharding, got shape {jnp.shape(x)}: make it by "
+                "optzoo.sharded.create_table, or add rows to a whole table by "
+                "optzoo.growing.resize_table before optzoo.sharded.from_order_of_ids"
             )
     return found

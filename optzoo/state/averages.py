@@ -13,6 +13,7 @@ from ..core.numerics import wide_dtype
 from ..core.paths import flatten_with_path, is_masked, path_name
 from ..core.rows import is_rows
 from .fit import StateError, kind_of
+from .of_nnx import OF_NNX
 from .stacks import restack, unstack
 from .tf1_names import AVERAGE, TF1Names
 from .types import Exact, LocalSGDState, ReplicaState, Signed
@@ -98,12 +99,6 @@ def swap_averages(params: Any, state: Any) -> tuple[Any, Any]:
         averages = shape.unflatten([a for _, a in pairs])
         nodes[i] = _with_averages(node, restack(averages, _averages(node)))
     return params, treedef.unflatten(nodes)
-
-
-OF_NNX = (
-    "of Flax NNX give nnx.as_pure(nnx.state(model, nnx.Param)) as params and "
-    "nnx.as_pure(optimizer.opt_state) as state (nnx.pure before Flax 0.12.7)"
-)
 
 
 def _like(shape: Any, params: Any) -> list[Any]:

@@ -10,6 +10,7 @@ class Deferred(Protocol):
     """Such a part: the state of :func:`optzoo.caught_up`."""
 
     inner: Any  # the state of the optimizer inside
+    clock: Any  # the numbers of the updates so far
 
     def check_current(self, what: str) -> None:
         """Raises ``ValueError`` if a row is known to be deferred; ``what`` would read it."""
@@ -18,6 +19,11 @@ class Deferred(Protocol):
 def has_deferred(state: Any) -> bool:
     """Whether rows of a state may be deferred."""
     return bool(nodes_of(Deferred, state))
+
+
+def clocks_of(state: Any) -> list[Any]:
+    """The clocks of such parts."""
+    return [node.clock for node in nodes_of(Deferred, state)]
 
 
 def check_current(state: Any, what: str) -> None:

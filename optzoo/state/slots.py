@@ -12,6 +12,7 @@ import optax
 from ..core.numerics import is_real, saturating_cast
 from ..core.paths import flatten_with_path, is_masked, leaves_with_path, out_of_box, path_name
 from .deferred import Deferred, check_current
+from .of_nnx import refuse_nnx
 from .stacks import is_stack, layout_of, restack, unstack
 from .storage.packing import pack_like, unpack
 from .types import LeafwiseState, SkipSpikesState, SlotsByName
@@ -75,6 +76,7 @@ def get_slot(state: Any, name: str) -> Any:
         donates the state deletes them, so copy what is to be kept, by ``jnp.copy``.
 
     Raises:
+        TypeError: if the state is an ``nnx.State`` or ``nnx.Optimizer`` (:func:`optzoo.nnx_split`).
         ValueError: if there is no such slot, or if there are several; the message lists them.
     """
     check_current(state, "get_slot")
@@ -217,6 +219,7 @@ def has_states(tree: Any) -> bool:
 
 
 def _slots_by_path(state: Any) -> dict[SlotPath, Any]:
+    refuse_nnx(state, variables=True)
     by_path = {}
     map_slots(state, lambda path, tree: by_path.setdefault(path, tree))
     return by_path

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from ..core.donation import unshared
 from ..deferred.catch_up import catch_up
-from ..state.averages import OF_NNX, averages_of, has_averages
+from ..state.averages import averages_of, has_averages
 from ..state.deferred import has_deferred
+from ..state.of_nnx import refuse_nnx
 
 
 def eval_params(params: Any, state: Any) -> Any:
@@ -41,12 +41,10 @@ def eval_params(params: Any, state: Any) -> Any:
         StateError: if the parameters have another structure than the averages, such as those of
             Flax NNX with its variables.
         TypeError: if the state is an ``nnx.State`` or ``nnx.Optimizer``, which do not keep the
-            types of the state.
+            types of the state (:func:`optzoo.nnx_split`).
         ValueError: if the averages have an axis of replicas and the parameters do not.
     """
-    nnx = sys.modules.get("flax.nnx")  # who has a state of it has imported it
-    if nnx is not None and isinstance(state, nnx.State | nnx.Optimizer):
-        raise TypeError(f"state must be that of tx, got an nnx.{type(state).__name__}: {OF_NNX}")
+    refuse_nnx(state)
     given = params, state
     if has_deferred(state):
         params, state = catch_up(params, state)

@@ -12,6 +12,12 @@ from ..core.compat import can_demand_layouts, is_tracing
 from ..core.integers import check_integers
 from ..sparse.row_major import Needs, row_major, to_row_major, with_row_major
 
+_PLACE = (
+    "Put all arrays on the devices of the step: for a mesh, jax.device_put(params, "
+    "optzoo.sharded.params_sharding(params, mesh, tables)) and jax.device_put(state, "
+    "optzoo.state_sharding(tx, params)), with tables={} if none is sharded"
+)
+
 
 class Jitted:
     """``jax.jit`` of ``step(params, state, *batch, **extra_args)``, which donates the first two.
@@ -56,7 +62,12 @@ class Jitted:
                 found = jax.device_get(self._measure(*args, **extra_args))
                 self._measured[key] = {k: int(number) for k, number in found.items()}
         jitted, args, kwargs = self._prepared(to_row_major, args, extra_args)
-        return jitted(*args, **kwargs)
+        try:
+            return jitted(*args, **kwargs)
+        except ValueError as error:
+            if "incompatible devices" in str(error):
+                error.add_note(_PLACE)
+            raise
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As that of ``jax.jit``."""

@@ -1,14 +1,15 @@
 """Of which parameters an optimizer takes no rows as gradients."""
 
 import traceback
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..core.lines import is_lines
-from ..core.rows import SparseRows
+from ..core.paths import leaves_with_path, path_name
+from ..core.rows import SparseRows, is_rows
 
 # Of optax: they pass gradients to others, of which it is not known what they are called.
 _PASSING = ("chain", "named_chain", "with_extra_args_support")
@@ -58,6 +59,22 @@ def refused_rows(
     if len(errors) == len(asked) and error_of(given) is not None:
         return {}
     return {i: _innermost(error) or "a transformation" for i, error in errors.items()}
+
+
+def check_rows(
+    tx: Any, grads: Any, state: Any, params: Any, extra_args: Mapping[str, Any], error: Exception
+) -> None:
+    """Raises ``ValueError`` if an update failed because of gradients that are rows."""
+    update = lambda grads: tx.update(grads, state, params, **extra_args)
+    leaves = leaves_with_path(grads, is_leaf=is_rows)
+    rows = {i: path_name(path) for i, (path, g) in enumerate(leaves) if is_rows(g)}
+    for i, what in refused_rows(update, params, frozenset(), rows.keys()).items():
+        raise ValueError(
+            f"{what} in tx takes no rows, but the gradient of parameter '{rows[i]}' is "
+            "row-sparse, by optzoo.lookup or sparse='require'. Use a transformation of optzoo, "
+            "optzoo.on_rows(tx) or optzoo.rows.on_values(tx); optzoo.rows.densify() before it "
+            "makes the gradient dense"
+        ) from error
 
 
 def _innermost(error: Exception) -> str | None:

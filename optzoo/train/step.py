@@ -24,7 +24,7 @@ from ..sparse.wanted import DenseGradientWarning, RowsSetting, Sparse
 from ..state.fit import refuse_swapped
 from ..state.inner import fitting
 from ..state.types import needs_loss
-from .refused_rows import refused_rows
+from .refused_rows import check_rows, refused_rows
 
 
 class Model(NamedTuple):
@@ -94,7 +94,12 @@ class Model(NamedTuple):
                 updates = jax.tree.map(first_on_gpus, updates)
             return optax.apply_updates(params, updates), after
 
-        return self.run(apply, params, state)
+        try:
+            return self.run(apply, params, state)
+        except Exception as error:
+            if "optzoo.SparseRows" in str(error):  # not an error that names a fix
+                check_rows(self.tx, grads, state, params, extra_args, error)
+            raise
 
     def run(
         self, f: Callable[[Any, Any], tuple[Any, Any]], params: Any, state: Any

@@ -280,7 +280,7 @@ def _in_8_bits(name: str, inner: Any, params: Any, state: Any) -> Any:
 _WHY_NOT = {
     Sum: "a sum over all steps, of which 8 bits lose single steps",
     Exact: "a count, an average or a factor of a matrix",
-    Slot: "it is not said that it is optzoo.rules.Signed or NotNegative",
+    Slot: "annotate a mean or a decaying sum as optzoo.rules.Signed or NotNegative",
 }
 
 

@@ -1,5 +1,7 @@
 """``nnx_minimize`` beside a step by hand: ``nnx.split``, ``merge``, ``Optimizer.update``."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -203,11 +205,11 @@ def test_parameters_to_evaluate():
     optimizer = nnx.Optimizer(table, tx, wrt=nnx.Param)
     start = jax.tree.map(jnp.array, as_pure(nnx.state(table, nnx.Param)))
     optimizer.update(table, jax.tree.map(jnp.ones_like, nnx.state(table, nnx.Param)))
-    params = as_pure(nnx.state(table, nnx.Param))
-    got = optzoo.eval_params(params, as_pure(optimizer.opt_state))
+    params, state = optzoo.nnx_split(table, optimizer)
+    got = optzoo.eval_params(params, state)
     jax.tree.map(lambda a, x: np.testing.assert_allclose(a, x - 0.5, rtol=1e-6), got, start)
 
-    remedy = r"give nnx\.as_pure\(nnx\.state\(model, nnx\.Param\)\) as params and nnx\.as_pure\("
+    remedy = r"give params, state = optzoo\.nnx_split\(model, optimizer\)"
     for state in (nnx.state(optimizer), optimizer):
         with pytest.raises(
             TypeError, match=rf"that of tx, got an nnx\.(State|Optimizer): .*{remedy}"
@@ -218,6 +220,112 @@ def test_parameters_to_evaluate():
             optzoo.eval_params(given, optimizer.opt_state)
     plain = nnx.Optimizer(table, optzoo.adam(0.1), wrt=nnx.Param)
     assert optzoo.eval_params(params, plain.opt_state).keys() == params.keys()
+
+
+class Averaged(nnx.Module):
+    """A table, a parameter that is not trained, and a statistic."""
+
+    def __init__(self):
+        self.embed = nnx.Embed(6, 2, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+
+    def __call__(self, ids):
+        return self.norm(self.embed(ids))
+
+
+OF_TABLE = lambda path, _: "embed" in path
+GROWN = {
+    "lazy_adam": lambda: optzoo.moving_average(optzoo.lazy_adam(0.1), 0.9),
+    "caught_up": lambda: optzoo.caught_up(optzoo.moving_average(optzoo.adam(0.1), 0.9), mask=True),
+    "bfloat16": lambda: optzoo.slots_dtype(optzoo.row_wise_adagrad(0.1), "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", GROWN)
+def test_a_table_grows_between_steps(name):
+    """As one that has all rows from the start; the model's other variables stay."""
+    rows = optzoo.sharded.uniform_rows(jax.random.key(0), 2)
+    models, step = [], optzoo.nnx_minimize(lambda m, ids: jnp.sum(m(ids) ** 3))
+    for grows in (True, False):
+        model, tx = Averaged(), GROWN[name]()
+        if not grows:
+            start = model.embed.embedding[...]
+            model.embed.embedding.set_value(jnp.concatenate([start, rows(jnp.arange(6, 9))]))
+        optimizer = nnx.Optimizer(model, tx, wrt=OF_TABLE)
+        step(model, optimizer, np.array([0, 2, 2]))
+        statistic, count = model.norm.mean[...], int(optimizer.step[...])
+        if grows:
+            params, state = optzoo.nnx_split(model, optimizer)
+            assert list(params) == ["embed"]
+            grown = optzoo.growing.resize_table(
+                params, state, {"embed/embedding": 9}, tx=tx, init=rows
+            )
+            optzoo.nnx_update(model, optimizer, *grown)
+            assert (model.norm.mean[...] == statistic).all() and count == optimizer.step[...] == 1
+        step(model, optimizer, np.array([0, 8, 7]))
+        models.append(optzoo.nnx_split(model, optimizer))
+    one, other = models
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one, other)
+
+
+def test_what_is_no_split_of_a_model():
+    model, tx = Averaged(), optzoo.momentum(0.1, 0.9)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    params, state = optzoo.nnx_split(model, optimizer)
+    before = arrays(model, optimizer)
+    with pytest.raises(StateError, match=r"^state must have the structure that optzoo.nnx_split\("):
+        optzoo.nnx_update(model, optimizer, params, params)
+    with pytest.raises(StateError, match=r"^params must have the structure"):
+        optzoo.nnx_update(model, optimizer, state, params)
+    with pytest.raises(TypeError, match="model must be a module of Flax NNX"):
+        optzoo.nnx_split(params, optimizer)
+    with pytest.raises(TypeError, match=r"optimizer must be an nnx.Optimizer\(model, tx, wrt="):
+        optzoo.nnx_update(model, tx, params, state)
+    close(before, arrays(model, optimizer))
+
+
+@pytest.mark.parametrize("change", ["resize_table", "reset_rows"])
+def test_a_state_of_nnx_in_functions_of_a_state(change):
+    """With the types of the state it is taken; without them an error names ``nnx_split``."""
+    model, tx = nnx.Embed(6, 2, rngs=nnx.Rngs(0)), optzoo.lazy_adam(0.1)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    rows = {"resize_table": 8, "reset_rows": np.array([1])}[change]
+    change = functools.partial(getattr(optzoo.growing, change), tx=tx)
+    params, state = optzoo.nnx_split(model, optimizer)
+    want = change(params, state, {"embedding": rows})
+    got = change(nnx.state(model, nnx.Param), optimizer.opt_state, {"embedding": rows})
+    close(jax.tree.leaves(got), jax.tree.leaves(want))
+    for wrong in (optimizer, nnx.state(optimizer)):
+        with pytest.raises(TypeError, match=r"an nnx\..*optzoo\.nnx_split\(model, optimizer\)"):
+            change(params, wrong, {"embedding": rows})
+
+
+def test_slots_of_an_optimizer_of_nnx():
+    model = nnx.Embed(6, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optzoo.momentum(0.1, 0.9), wrt=nnx.Param)
+    for wrong in (optimizer, nnx.state(optimizer)):
+        for f in (lambda state: optzoo.get_slot(state, "momentum"), optzoo.slot_names):
+            with pytest.raises(TypeError, match=r"an nnx\..*optzoo\.nnx_split\(model, optimizer\)"):
+                f(wrong)
+    deferred = optzoo.caught_up(optzoo.adam(0.1), mask=True)
+    state = nnx.Optimizer(model, deferred, wrt=nnx.Param).opt_state
+    assert optzoo.slot_names(state) == ("m", "v")
+
+
+def test_deferred_rows_in_variables():
+    model, tx = nnx.Embed(6, 2, rngs=nnx.Rngs(0)), optzoo.caught_up(optzoo.adam(0.1), mask=True)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for f in (optzoo.eval_params, optzoo.rows.catch_up):
+        with pytest.raises(TypeError, match=r"got one with nnx.Variable: .*optzoo\.nnx_split\("):
+            f(nnx.state(model, nnx.Param), optimizer.opt_state)
+
+
+def test_ids_of_64_bits_are_named_by_their_place_in_the_batch():
+    model = nnx.Embed(6, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optzoo.lazy_adam(0.1), wrt=nnx.Param)
+    step = optzoo.nnx_minimize(lambda model, metric, ids: jnp.sum(model(ids["user"])))
+    with pytest.raises(OverflowError, match=r"^batch\[1\] 'user' has the integer 1099511627776,"):
+        step(model, optimizer, nnx.metrics.Average("x"), {"user": np.array([1, 2**40])})
 
 
 def test_slots_and_parameters_of_several_arrays():

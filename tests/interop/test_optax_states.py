@@ -248,6 +248,18 @@ def test_slots_are_where_init_has_them():
     np.testing.assert_array_equal(got, table)
 
 
+def test_slots_without_a_device_of_their_own_go_to_any_mesh():
+    params = {"w": jnp.ones(4)}
+    _, state = optax.adam(RATE).update(params, optax.adam(RATE).init(params), params)
+    state = jax.device_get(state)
+    mine = from_optax(state, optzoo.adam(RATE), params)
+    assert not any(x.committed for x in jax.tree.leaves(mine))
+    mesh = jax.make_mesh((8,), ("d",))
+    step = optzoo.minimize(lambda p, x: jnp.mean(x @ p["w"]), optzoo.adam(RATE), mesh=mesh)
+    params, _, _ = step(params, mine, jnp.ones((8, 4)))
+    assert len(params["w"].devices()) == 8
+
+
 def test_parameters_in_boxes():
     """With the state of boxes, and of arrays alone."""
     box = lambda a: meta.Partitioned(a, names=("x", None))

@@ -198,6 +198,26 @@ def test_a_rule_keeps_the_shapes_of_its_slots():
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
 
 
+@pytest.mark.parametrize(
+    ("rule", "got"),
+    [
+        (lambda g, x, s, t: -g, "got an array$"),
+        (lambda g, x, s, t: (-g, s.total, s.calls), "got tuple"),
+        (lambda g, x, s, t: Slots(-g, g), "got Slots"),
+        (lambda g, x, s, t: (-g, s.total), "got an array for new_slots"),
+        (lambda g, x, s, t: (-g, (s.total, s.calls)), "got tuple for new_slots"),
+        (lambda g, x, s, t: (-g, s._asdict()), "got dict for new_slots"),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: optzoo.slots_dtype(tx, "bfloat16")])
+@pytest.mark.parametrize("g", [jnp.ones(2), SparseRows(jnp.array([1]), jnp.ones(1), 2)])
+def test_a_rule_returns_an_update_and_slots(rule, got, wrap, g):
+    tx = wrap(leafwise(rule, slots=Slots(optzoo.rules.zeros, optzoo.rules.zeros)))
+    what = r"must return \(update, new_slots\), where new_slots is Slots\(total, calls\), " + got
+    with pytest.raises(TypeError, match=what):
+        tx.update(g, tx.init(jnp.ones(2)), jnp.ones(2))
+
+
 def test_shared_arrays_are_those_of_the_optimizer():
     tx = optzoo.transforms.scale_by_adam()
     state = tx.init(jnp.ones(2))

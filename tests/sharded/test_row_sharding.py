@@ -112,3 +112,39 @@ def test_bad_tables():
         optzoo.sharded.create_table(s, mesh_of(2), rows, chunk=0)
     with pytest.raises(TypeError, match="ids must be integers"):
         s.places_of(jnp.ones(3))
+
+
+@pytest.mark.parametrize("axis", ["shard", ("data", "shard")])
+def test_parameters_go_where_a_step_has_them(axis):
+    """Tables by patterns; a step puts nothing elsewhere, so it is compiled once."""
+    mesh = jax.make_mesh((2, 4), ("data", "shard"))
+    n = 4 if axis == "shard" else 8
+    tables = {".*/table": optzoo.sharded.RowSharding(64, n, axis_name=axis, multiple=1)}
+    params = {"a": {"table": jnp.ones((64, 2))}, "kernel": jnp.ones((64, 2)), "b": jnp.ones([])}
+    places = optzoo.sharded.params_sharding(params, mesh, tables)
+    assert places["a"]["table"].spec == PartitionSpec(axis, None)
+    assert places["kernel"].is_fully_replicated and places["b"].is_fully_replicated
+    abstract = jax.eval_shape(lambda: params)
+    assert optzoo.sharded.params_sharding(abstract, mesh, tables) == places
+    params, tx = jax.device_put(params, places), optzoo.lazy_adam(0.1)
+    state = jax.device_put(tx.init(params), optzoo.state_sharding(tx, params))
+    loss = lambda p, ids: jnp.mean(p["a"]["table"][ids] + jnp.mean(p["kernel"]) + p["b"])
+    step = optzoo.minimize(loss, tx, mesh=mesh, tables=tables)
+    for _ in range(2):
+        params, state, _ = step(params, state, jnp.arange(16))
+    assert step._cache_size() == 1
+
+
+def test_places_of_what_is_no_table():
+    mesh, table = jax.make_mesh((4,), ("shard",)), jnp.ones((16, 2))
+    sharding = optzoo.sharded.RowSharding(16, 4, multiple=1)
+    params_sharding = optzoo.sharded.params_sharding
+    assert params_sharding(table, mesh, sharding).spec == PartitionSpec("shard", None)
+    with pytest.raises(TypeError, match=r"tables must be a dict of shardings by patterns"):
+        params_sharding({"table": table}, mesh, sharding)
+    with pytest.raises(ValueError, match=r"num_shards must be the size of the mesh axes"):
+        params_sharding(table, jax.make_mesh((2,), ("shard",), devices=jax.devices()[:2]), sharding)
+    with pytest.raises(ValueError, match=r"'table' must have the 16 stored rows"):
+        params_sharding({"table": table[:8]}, mesh, {"table": sharding})
+    with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got None"):
+        params_sharding(table, None, sharding)

@@ -821,7 +821,7 @@ def test_refused():
         a: Any
 
     unsaid = optzoo.rules.leafwise(lambda g, x, s, t: (g, s), slots=Unsaid(optzoo.rules.zeros))
-    with pytest.raises(ValueError, match=r"Unsaid\.a: it is not said"):
+    with pytest.raises(ValueError, match=r"Unsaid\.a: annotate a mean or a decaying sum as optzoo"):
         slots_dtype(unsaid, "int8").init(jnp.ones(SHAPE))
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import optzoo
 from optzoo import DenseGradientWarning
+from optzoo.core.rows import is_rows
 from optzoo.testing import samples
 from tests.sharded.cases import ROWS, WIDTH, ids_of, mesh_of, of_ids, shards, whole
 
@@ -140,6 +141,28 @@ def test_what_refuses_rows_is_named(name):
     refusing, tx = REFUSING[name]
     with pytest.raises(ValueError, match=f"are read: {refusing} in tx takes no rows as its grad"):
         trace(tx, sparse="require")
+
+
+@pytest.mark.parametrize(
+    "given", [{"loss": by_lookups}, {"sparse": {"a": "require", "b": "allow"}}]
+)
+@pytest.mark.parametrize("name", REFUSING)
+def test_what_refuses_rows_of_lookups_is_named(name, given):
+    """They cannot be dense."""
+    refusing, tx = REFUSING[name]
+    what = rf"^{refusing} in tx takes no rows, but the gradient of parameter 'a' is row-sparse"
+    with pytest.raises(ValueError, match=what):
+        trace(tx, **given)
+
+
+def test_an_error_of_the_transformation_itself_stays():
+    def refuse(updates, params):
+        if any(map(is_rows, jax.tree.leaves(updates, is_leaf=is_rows))):
+            raise ValueError("no rows: take another one")
+        return updates
+
+    with pytest.raises(ValueError, match=r"^no rows: take another one$"):
+        trace(optax.chain(optax.stateless(refuse), optax.sgd(0.1)), loss=by_lookups)
 
 
 def test_each_table_has_what_refuses_its_rows():

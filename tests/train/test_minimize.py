@@ -91,6 +91,18 @@ def test_arguments_of_a_mesh_need_one():
         optzoo.minimize(loss, optzoo.lazy_adam(), mesh=mesh, parts=0)
 
 
+def test_arrays_of_another_device():
+    tx, mesh = optzoo.momentum(0.1, 0.9), jax.make_mesh((8,), ("x",))
+    params = jax.device_put({"w": jnp.ones(4)}, jax.devices()[1])
+    step = optzoo.minimize(lambda p, x: jnp.mean(x @ p["w"]), tx, mesh=mesh)
+    with pytest.raises(ValueError, match="incompatible devices") as found:
+        step(params, tx.init(params), jnp.ones((8, 4)))
+    assert "optzoo.state_sharding(tx, params)" in found.value.__notes__[0]
+    params = jax.device_put(params, optzoo.sharded.params_sharding(params, mesh, {}))
+    state = jax.device_put(tx.init(params), optzoo.state_sharding(tx, params))
+    step(params, state, jnp.ones((8, 4)))
+
+
 def test_donates():
     tx, old = optzoo.lazy_adam(), params()
     state = tx.init(old)

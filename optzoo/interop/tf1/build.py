@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...core.meshes import where_it_was
 from ...core.paths import map_with_path, path_name
 from ...deferred.state import CaughtUpState
 from ...deferred.tables import all_current
@@ -85,8 +86,7 @@ def _like(new: Any, old: Any) -> Any:
     """An array where and in the dtype in which the old one is."""
     if new is old:
         return old
-    new = jnp.asarray(new, jnp.result_type(old))
-    return jax.device_put(new, old.sharding) if isinstance(old, jax.Array) else new
+    return where_it_was(jnp.asarray(new, jnp.result_type(old)), old)
 
 
 def _with_computed(state: LeafwiseState) -> LeafwiseState:

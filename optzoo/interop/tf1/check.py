@@ -102,7 +102,12 @@ def _misfits(plan: Plan, file: Regular) -> Iterator[str]:
         # Slots are converted: they may have another dtype, and a ``stale_counter`` is a float.
         converts = i >= len(plan.parameters) and jnp.issubdtype(new.dtype, jnp.floating)
         if new.shape != shape:
-            yield f"shape: {variable} is {new.shape} in the checkpoint, {shape} here"
+            has_more_rows = new.ndim > 1 and new.shape[1:] == shape[1:] and shape[0] > len(new)
+            is_table = i < len(plan.parameters) and has_more_rows
+            fix = f": load {len(new)} rows, and add more by optzoo.growing.resize_table"
+            yield (
+                f"shape: {variable} is {new.shape} in the checkpoint, {shape} here{fix * is_table}"
+            )
         elif new.dtype != dtype and not converts:
             yield f"dtype: {variable} is {new.dtype} in the checkpoint, {dtype} here"
         elif jnp.issubdtype(dtype, jnp.integer) and not are_whole(new, dtype):

@@ -441,6 +441,22 @@ def test_the_error_lists_all_that_does_not_fit():
         load_tf1_state(optzoo.adam(0.1), PARAMS, saved, partial=True)
 
 
+def test_a_table_with_more_rows_than_in_the_checkpoint():
+    """As those of a sharded table, which fill up the shards."""
+    saved = {name: np.ones((3, 2), np.float32) for name in ("w", "w/Momentum")}
+    tx, more = optzoo.momentum(0.1, 0.9), {"w": jnp.zeros((8, 2))}
+    with pytest.raises(ValueError) as error:
+        load_tf1_state(tx, more, saved, global_step=0)
+    assert str(error.value).splitlines()[1:] == [
+        "  shape: w is (3, 2) in the checkpoint, (8, 2) here: load 3 rows, and add more by "
+        "optzoo.growing.resize_table",
+        "  shape: w/Momentum is (3, 2) in the checkpoint, (8, 2) here",
+    ]
+    params, state = load_tf1_state(tx, {"w": jnp.zeros((3, 2))}, saved, global_step=0)
+    params, state = optzoo.growing.resize_table(params, state, {"w": 8}, tx=tx)
+    np.testing.assert_array_equal(optzoo.get_slot(state, "momentum")["w"][:, 0], [1] * 3 + [0] * 5)
+
+
 def test_a_part_is_loaded_on_request():
     tx = optzoo.adam(0.1)
     params, state, saved = saved_adam()
@@ -732,6 +748,18 @@ def test_arrays_stay_where_they_were():
     saved = {"w": np.ones(4, np.float32), "w/Momentum": np.ones(4, np.float32)}
     params, state = load_tf1_state(tx, sharded, saved, global_step=0)
     assert params["w"].sharding == state[0].slots.momentum["w"].sharding == place
+
+
+@pytest.mark.parametrize("of", [jnp.zeros, jax.ShapeDtypeStruct, np.zeros])
+def test_arrays_that_had_no_device_go_to_any_mesh(of):
+    like = {"w": of((4,), np.float32)}
+    tx = optzoo.momentum(0.1, 0.9)
+    saved = {"w": np.ones(4, np.float32), "w/Momentum": np.ones(4, np.float32)}
+    params, state = load_tf1_state(tx, like, saved, global_step=0)
+    assert not any(x.committed for x in jax.tree.leaves((params, state)))
+    step = optzoo.minimize(lambda p, x: jnp.mean(x @ p["w"]), tx, mesh=jax.make_mesh((8,), ("d",)))
+    params, _, value = step(params, state, jnp.ones((8, 4)))
+    assert float(value) == 4 and len(params["w"].devices()) == 8
 
 
 def test_counts_that_differ_are_not_saved():
