@@ -44,7 +44,7 @@ def in_float32(rule: Rule) -> Rule:
 
 def _checked(result: Any, slots: Any) -> tuple[Any, Any]:
     """What a rule returns; raises ``TypeError`` unless it is an update and new slots."""
-    is_pair = type(result) is tuple and len(result) == 2
+    is_pair = type(result) in (tuple, list) and len(result) == 2  # and no slots alone
     if is_pair and jax.tree.structure(result[1]) == jax.tree.structure(slots):
         return result
     fields = ", ".join(getattr(slots, "_fields", ()))
