@@ -108,7 +108,8 @@ def _up(a: Array, bits: Array, dtype: DTypeLike) -> Array:
     info = jnp.finfo(dtype)
     number = jnp.finfo(jnp.float32).nmant - info.nmant
     dropped = np.uint32(2**number - 1)
-    bits = bits << np.uint32(number - 16) if number > 16 else bits >> np.uint32(16 - number)
+    if number != 16:
+        bits = bits << np.uint32(number - 16) if number > 16 else bits >> np.uint32(16 - number)
     top = np.float32(info.max).view(np.uint32)
     pattern = lax.bitcast_convert_type(a, jnp.uint32)
     # Above the largest value there is none to round to. (A NaN that arithmetic makes has the first
