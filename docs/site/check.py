@@ -45,7 +45,8 @@ class Page(HTMLParser):
         """Collects what an element refers to."""
         values = {name: value or "" for name, value in attrs}
         self._in_style = tag == "style"
-        self.anchors |= {values[key] for key in ("id", "name") if key in values}
+        # The page of the race follows an address with the name of an optimizer by its script.
+        self.anchors |= {values[key] for key in ("id", "name", "data-name") if key in values}
         if tag == "a" and "href" in values:
             self.links.append(values["href"])
         if tag == "link" and RELATIONS & set(values.get("rel", "").split()):

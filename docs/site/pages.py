@@ -330,7 +330,8 @@ def _entry(name: str, thing: Any, module: str) -> str:
         entry = optzoo.CATALOG[last]
         original = f"Original: ``{entry.original}``" if entry.original else "Of optzoo"
         card = f"{original} · rows: :func:`optzoo.rules.{entry.rows}` · :doc:`/gallery`"
-        card += " · :doc:`the race </docs/race>` · :doc:`which one? </docs/which_one>`"
+        card += f" · `its curves in the race <../race/index.html#{last}>`__"
+        card += " · :doc:`which one? </docs/which_one>`"
         if entry.original:
             card += " · :doc:`records of the original </tests/golden/README>`"
         picture = f"/_pictures/{last}.svg"

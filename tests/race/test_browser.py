@@ -188,6 +188,18 @@ def test_click_isolates_in_all_plots(opened):
     assert all(opacity == 1 for _, opacity, _ in opened.traces("rates-0"))
 
 
+def test_an_address_isolates_an_optimizer(opened):
+    opened.run("location.hash = 'rmsprop'")
+    opened.until("return String(state.isolated) === 'rmsprop'")
+    opened.plot("loss-0")
+    opened.until("return !stale.has(document.getElementById('loss-0'))")
+    bright = [meta for _, opacity, meta in opened.traces("loss-0") if opacity == 1]
+    assert len(bright) == 1 and "rmsprop" in bright[0]
+    opened.run("location.hash = 'nothing'")
+    opened.press("#isolated")
+    assert opened.run("return state.isolated === null")
+
+
 def test_a_family_is_switched_off_and_on(opened):
     opened.plot("loss-0")
     before = opened.traces("loss-0")

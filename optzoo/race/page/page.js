@@ -283,7 +283,14 @@ const observer = new IntersectionObserver(entries => {
   }
 }, { rootMargin: "300px" });
 DARK.addEventListener("change", () => { plots.forEach(div => stale.add(div)); drawAll(); });
-show();
+// The address index.html#adam isolates the curves of adam.
+function follow() {
+  const name = decodeURIComponent(location.hash.slice(1));
+  if (family.has(name)) state.isolated = [name];
+  show();
+}
+addEventListener("hashchange", follow);
+follow();
 for (const div of plots) {
   // Its height from the beginning: what is below does not move when it is drawn.
   const { kind, problem } = div.dataset;
