@@ -90,8 +90,9 @@ class Program:
         self._lines = _Lines(lines)
 
     def _with_result(self, operation: Instruction) -> Instruction:
-        """What another core computes, such as a SparseCore: where it begins, with its result."""
-        if operation.opcode != "custom-call-start" or not operation.bodies:
+        """A collective of another core, such as a SparseCore: where it begins, with its result."""
+        is_begun = operation.opcode == "custom-call-start"
+        if not is_begun or not any(part.opcode in COLLECTIVES for part in self.parts(operation)):
             return operation
         body, *_ = itertools.chain(*operation.bodies.values())
         made = _results(self._computations[body])
