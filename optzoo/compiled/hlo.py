@@ -145,8 +145,8 @@ class Program:
     def beside(self) -> Iterator[tuple[Instruction, list[Instruction]]]:
         """What begins and ends apart, and in the order of the schedule what runs between.
 
-        This is what begins it, also a fusion of a TPU, and of the outermost computation alone. What
-        another core does goes on from where it gets its operands.
+        This is what begins it, also a fusion of a TPU, and of the outermost computation alone. The
+        work of another core starts where it gets its operands.
         """
         inside, order = self._computations[self._entry], self.outermost
         for at, operation in enumerate(order):

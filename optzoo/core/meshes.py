@@ -221,9 +221,9 @@ def where_it_was(new: Any, old: Any) -> Any:
 
     A step on a mesh accepts an array that is not committed, and refuses one of another device.
     """
-    is_known = isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer)
-    stays = is_known and (old.committed or getattr(new, "committed", False))
-    return jax.device_put(new, old.sharding) if stays else new
+    place = place_of(old)
+    stays = place is not None and (old.committed or getattr(new, "committed", False))
+    return jax.device_put(new, place) if stays else new
 
 
 def placed(x: Any, mesh: Any, spec: PartitionSpec) -> Any:

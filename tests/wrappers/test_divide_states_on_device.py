@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optzoo
+from optzoo.testing import samples
 
 from .test_divide_states import TXS, arrays, divide, mesh_of, on_device, put, run, same_places
 
@@ -25,14 +26,9 @@ def specs_of(tx, params):
 
 def mapped_step(tx, mesh, params, check_vma=True, **options):
     """A step of a user, who maps it over the devices; the gradients are the same on all of them."""
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     specs = specs_of(tx, params)
     places = {"in_specs": (P(), specs, P()), "out_specs": (P(), specs)} | options
-    return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **places))
+    return jax.jit(jax.shard_map(samples.step_of(tx), mesh=mesh, check_vma=check_vma, **places))
 
 
 def mapped_run(tx, mesh, times=range(1, 5), check_vma=True):
