@@ -8,6 +8,8 @@ import sys
 
 import jax
 import pytest
+from jax._src import pjit
+from jax._src.interpreters import pxla
 
 from optzoo import CATALOG
 from optzoo.testing import samples
@@ -91,9 +93,13 @@ def entry(request):
 def few_programs(request):
     """Forgets compiled programs when there are many; looks again after some that are new.
 
-    Each has 3 to 20 parts of memory. Linux allows a process 65,530; beyond that it crashes.
+    Each has 3 to 20 parts of memory. Linux allows a process 65,530; beyond that it crashes. Lowered
+    programs are forgotten after each test: before 0.12, JAX keeps an MLIR context for each, and the
+    next program takes the longer, the more of them there are (ten times as long after thousands).
     """
     yield
+    for cache in LOWERED:
+        cache.cache_clear()
     stash, compiled = request.config.stash, costs.programs()
     if compiled - stash.get(LOOKED, 0) < 200:
         return
@@ -105,13 +111,25 @@ def few_programs(request):
 
 
 LOOKED = pytest.StashKey[int]()
+LOWERED = [
+    getattr(module, name)
+    for module, name in ((pxla, "_cached_lowering_to_hlo"), (pjit, "_pjit_lower"))
+    if jax.__version_info__ < (0, 12)
+]
 
 
 @pytest.fixture(autouse=True)
 def optimizations(request):
-    """Compiles quickly, with fewer optimizations, but for tests with the mark ``optimized``."""
+    """Compiles quickly, with fewer optimizations, but for tests with the mark ``optimized``.
+
+    Nor does each operation get all the frames of pytest around it.
+    """
     quickly = request.node.get_closest_marker("optimized") is None
     jax.config.update("jax_disable_most_optimizations", quickly)
+    jax.config.update("jax_traceback_in_locations_limit", 1 if quickly else FRAMES)
+
+
+FRAMES = jax.config.jax_traceback_in_locations_limit
 
 
 @pytest.fixture

@@ -27,9 +27,10 @@ class Value:
     """A result of an operation, an input or a constant."""
 
     aval: Any
-    maker: "Operation | None" = None
+    maker: "Operation | None" = dataclasses.field(default=None, repr=False)
     literal: Any = None
-    meaning: "Value | None" = None  # the same value inside of the call that made it
+    # The same value inside of the call that made it.
+    meaning: "Value | None" = dataclasses.field(default=None, repr=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,12 +58,13 @@ class Operation:
     """An equation, on values. A marked operation on rows has the name of its mark."""
 
     name: str
-    eqn: Any
+    eqn: Any = dataclasses.field(repr=False)
     ins: list[Value]
     outs: list[Value]
-    jaxpr: Any  # of the equation
+    jaxpr: Any = dataclasses.field(repr=False)  # of the equation
     inside: "list[Operation]" = dataclasses.field(default_factory=list)  # on the same values
-    call: Any = None  # the equation of the outermost call that it was inlined from, if there is one
+    # The equation of the outermost call that it was inlined from, if there is one.
+    call: Any = dataclasses.field(default=None, repr=False)
 
     @property
     def kind(self) -> Kind | None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ..core.marks import WRITES
+from ..core.warn import warn
 from ..jaxprs.graph import Graph, Operation, Value, needed
 from . import engine, groups
 from .branches import Branches, divide_branches
@@ -17,6 +18,7 @@ from .groups import LeafGroup, Unsupported
 from .norms import SumGroup, find_sums
 from .order import in_order
 from .slices import find_slices
+from .verify import Unsound, verify
 
 # XLA takes long to compile calls of many arrays: one call of a thousand leaves took it 69 s.
 MOST_LEAVES = 16
@@ -52,9 +54,15 @@ class Division:
         reason = _refusal(program, kept, has_effects)
         try:
             if reason is None:
+                verify(program.operations, program.inputs, program.results, "read_program")
                 self.nodes = self._divide(program, kept or {}, in_place)
+                verify(self.nodes, program.inputs, program.results, "find_sums")
         except graphlib.CycleError:
             reason = "its parts need each other's results"
+        except Unsound as error:
+            reason = f"native code for it would be wrong, which is a bug in optzoo: {error}"
+            warn(f"XLA computes this update: {reason}", RuntimeWarning)
+            self.nodes = program.operations
         if reason is not None:
             self.reasons = dict.fromkeys(program.results, Unsupported(reason))
 
@@ -79,6 +87,7 @@ class Division:
         states = {**kept, **_written(program, kept)}
         free = {*in_place, *(states.keys() - kept.keys())}
         program = divide_branches(program, states, free, of_branch, self._report)
+        verify(program.operations, program.inputs, program.results, "divide_branches")
         rows = find_rows(program, set(states), self._report)
         made = {v for group in rows for v in group.outs}
         others = [op for op in program.operations if not made.intersection(op.outs)]
@@ -88,6 +97,7 @@ class Division:
             for before, after in kept.items()
             if before.shape and after is not before and after not in made
         }
+        verify(nodes, program.inputs, program.results, "find_rows")
         rest = [node for node in nodes if isinstance(node, Operation)]
         rest = Graph(program.inputs, rest, program.results)
         grouped = find_grouped_leaves(rest, places, set(in_place), self._report)
@@ -101,6 +111,7 @@ class Division:
         places = {b: after for b, after in {**places, **slices}.items() if b not in unchanged}
         rest.results = [*left, *(v for v in into.values() if v not in unchanged)]
         rest, leaves = groups.find_leaves(rest, places, set(in_place), self._report)
+        verify(rest.operations, [*program.inputs, *made], rest.results, "find_leaves")
         calls = self._calls([*grouped, *leaves])
         done = {v for call in calls for v in call.outs}
         new = {v for op in rest.operations for v in op.outs}

@@ -1,0 +1,133 @@
+"""What each pass of the native engine must leave behind.
+
+Native code has no types and no bounds of its own. An operation that a pass lost, or an array that
+it took for another one, would be memory that is read or overwritten by mistake.
+"""
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..jaxprs.graph import Operation, Value
+from .branches import Branches
+from .calls import Call
+from .groups import Group, LeafGroup
+from .norms import SumGroup
+
+
+class Unsound(Exception):
+    """A pass has made a program that is not sound: a bug in optzoo."""
+
+
+def verify(
+    nodes: Iterable[Any], inputs: Iterable[Value], results: Iterable[Value], after: str
+) -> None:
+    """Checks a program between two passes.
+
+    Each value is made once, and before it is read. It has the shape and the dtype that the equation
+    of its operation says. The operations of a native call need nothing but its inputs. Arrays that
+    share a loop have one size, and an output takes the memory of one input of its shape and dtype.
+
+    Args:
+        nodes: operations, branches and native calls, in order.
+        inputs: what is known before.
+        results: what the nodes must make, or is known.
+        after: the name of the pass before.
+
+    Raises:
+        Unsound: with the name of the pass and the first difference.
+    """
+    try:
+        _check_nodes(nodes, inputs, results)
+    except Unsound as error:
+        raise Unsound(f"after {after}, {error}") from None
+
+
+def _check_nodes(nodes: Iterable[Any], inputs: Iterable[Value], results: Iterable[Value]) -> None:
+    known = set(inputs)
+    for node in nodes:
+        _check_known(node.ins, known, node)
+        if isinstance(node, Call):
+            _check_call(node)
+        elif isinstance(node, Branches):
+            for program in node.programs:  # their divisions have been verified
+                _check_types(program.inputs, [v.aval for v in node.ins[1:]], node)
+                _check_types(program.results, [v.aval for v in node.outs], node)
+        else:
+            _check_operation(node)
+        _add(node.outs, known, node)
+    _check_known(results, known, "the end")
+
+
+def _check_known(values: Iterable[Value], known: set[Value], where: Any) -> None:
+    if any(v.literal is None and v not in known for v in values):
+        raise Unsound(f"a value is read by {_name(where)} before it is made")
+
+
+def _add(made: Sequence[Value], known: set[Value], node: Any) -> None:
+    if len(set(made) - known) < len(made):
+        raise Unsound(f"a value is made twice, by {_name(node)} again")
+    known.update(made)
+
+
+def _check_types(values: Sequence[Value], avals: Sequence[Any], where: Any) -> None:
+    if len(values) == len(avals) and all(map(operator.is_, (v.aval for v in values), avals)):
+        return  # most are
+    types = [(v.shape, v.aval.dtype) for v in values if hasattr(v.aval, "dtype")]
+    expected = [(a.shape, a.dtype) for a in avals if hasattr(a, "dtype")]
+    if types != expected:
+        raise Unsound(f"{_name(where)} has values of {types} in place of {expected}")
+
+
+def _check_operation(op: Operation) -> None:
+    _check_types(op.ins, [v.aval for v in op.eqn.invars], op)
+    _check_types(op.outs, [v.aval for v in op.eqn.outvars], op)
+    if op.inside:
+        _check_nodes(op.inside, op.ins, [v if v.meaning is None else v.meaning for v in op.outs])
+
+
+def _check_call(call: Call) -> None:
+    """Its parts share one function, which is that of the first part."""
+    first = call.parts[0]
+    for part in call.parts:
+        _check_nodes(part.operations, part.ins, part.outs)
+        _check_memory(part)
+        if isinstance(first, LeafGroup) and isinstance(part, LeafGroup):
+            if _kind_of(part) != _kind_of(first):
+                raise Unsound("a native call has leaves of several operations")
+            _check_sizes(part)
+
+
+def _kind_of(leaf: LeafGroup) -> Any:
+    dtypes = [v.dtype for v in (*leaf.ins, *leaf.outs)]
+    return leaf.scalars, leaf.length, leaf.aliases, dtypes, [op.name for op in leaf.operations]
+
+
+def _check_memory(part: Group) -> None:
+    """An output takes the memory of one input, which has as many bytes."""
+    inside = {v for op in part.operations for v in op.outs}
+    if not inside.issuperset(part.outs):
+        raise Unsound("a native call gives back what it does not make")
+    if len({*part.aliases.values()}) < len(part.aliases):
+        raise Unsound("an output takes the memory of two inputs")
+    for i, o in part.aliases.items():
+        _check_types([part.outs[o]], [part.ins[i].aval], "a native call in place")
+
+
+def _check_sizes(leaf: LeafGroup) -> None:
+    """The arrays of one loop have an element in each of its turns, or in each group of them."""
+    outs = [] if isinstance(leaf, SumGroup) else leaf.outs
+    sizes = {math.prod(v.shape) for v in (*leaf.arrays, *outs)}
+    size = max(sizes)
+    allowed = {size, size // leaf.length} if leaf.length else {size}
+    if not sizes <= allowed or (leaf.length and size % leaf.length):
+        raise Unsound(f"arrays of {sorted(sizes)} elements are in one loop")
+    if any(math.prod(v.shape) != 1 for v in leaf.scalars):
+        raise Unsound("an array is taken for a number")
+
+
+def _name(node: Any) -> str:
+    if isinstance(node, Call):
+        return "a native call"
+    return f"`{node.name}` {node.line}".strip() if isinstance(node, Operation) else str(node)
