@@ -133,7 +133,8 @@ def test_parts_equal_the_whole_batch(name, parts, factor, kind, axes):
     np.testing.assert_array_equal(aux["ids"].reshape(-1), ids["users"])
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.unique
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 @pytest.mark.parametrize("name", ["mixed", "groups", "lazy_adam"])
 @pytest.mark.usefixtures("several_rounds")
 def test_other_parts_after_a_checkpoint(name, kind):
