@@ -201,13 +201,14 @@ def trace_loss(
         # What is no tracer, such as a string, is the same in every evaluation.
         traced = [k for k, x in enumerate(parts) if isinstance(x, jax.core.Tracer)]
         fixed = {k: x for k, x in enumerate(parts) if k not in traced}
+        many, of_both = len(values), range(len(parts))  # it must keep no tracer
 
         def rebuild(arrays):
-            known = fixed | dict(zip(traced, arrays[len(values) :], strict=True))
-            aux = of_aux.unflatten([known[k] for k in range(len(parts))])
-            return of_value.unflatten(arrays[: len(values)]), aux
+            known = fixed | dict(zip(traced, arrays[many:], strict=True))
+            aux = of_aux.unflatten([known[k] for k in of_both])
+            return of_value.unflatten(arrays[:many]), aux
 
-        structure[:] = len(values), rebuild
+        structure[:] = many, rebuild
         return [*values, *(parts[k] for k in traced)]
 
     closed = jax.make_jaxpr(arrays_of)(flat)

@@ -101,15 +101,16 @@ def _with_derivative(method: Method, change: Callable[..., Array]) -> Method:
     @functools.wraps(method)
     def of_arguments(a, p, epsilon, relative):
         is_plain = isinstance(p, numbers.Real)  # and stays so: Newton needs an int
+        plain = p if is_plain else None  # the program keeps these functions, so they keep no array
 
         @custom_jvp
         def roots(a, order, epsilon):
-            return method(a, p if is_plain else order, epsilon, relative)
+            return method(a, plain if is_plain else order, epsilon, relative)
 
         @roots.defjvp
         def _(primals, tangents):
             new, ok = roots(*primals)
-            changes = [t.astype(a.dtype) for t in tangents]
+            changes = [t.astype(primals[0].dtype) for t in tangents]
             of_bools: Any = np.zeros(ok.shape, jax.dtypes.float0)
             return (new, ok), (change(ok, relative, *primals, *changes), of_bools)
 
