@@ -52,15 +52,13 @@ def address(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=SIZES)
-def opened(request, address, tmp_path_factory):
+def opened(request, address):
     """A browser with the page. With SCREENSHOTS=folder the tests leave pictures there."""
     width, height = SIZES[request.param]
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    profile = tmp_path_factory.mktemp("profile")
-    place = [f"--user-data-dir={profile}", f"--window-size={width},{height}"]
-    for flag in [*FLAGS, *place]:
+    for flag in [*FLAGS, f"--window-size={width},{height}"]:
         options.add_argument(flag)
     if request.param == "phone":
         metrics = {"width": width, "height": height, "pixelRatio": 2.0, "touch": True}
@@ -176,7 +174,7 @@ def test_click_isolates_in_all_plots(opened):
     names = opened.run("return state.isolated")
     assert " = ".join(names) == name
     shown = opened.run("return document.getElementById('isolated').textContent")
-    assert shown == f"✕ {name}"
+    assert shown == f"× {name}"
     for plot in ("loss-0", "rates-0"):
         opened.plot(plot)
         opened.until(f"return !stale.has(document.getElementById('{plot}'))")
@@ -198,6 +196,79 @@ def test_an_address_isolates_an_optimizer(opened):
     opened.run("location.hash = 'nothing'")
     opened.press("#isolated")
     assert opened.run("return state.isolated === null")
+
+
+def touching(opened, selector):
+    """The texts of elements that touch another one, or are not all in the window."""
+    return opened.run(
+        f"const found = [...document.querySelectorAll({json.dumps(selector)})]"
+        ".map(e => [e.textContent, e.getBoundingClientRect()]).filter(([, a]) => a.width);"
+        "return found.filter(([, a], i) => a.left < 0 || a.right > innerWidth || found.some("
+        "([, b], j) => i !== j && a.left < b.right && b.left < a.right"
+        " && a.top < b.bottom && b.top < a.bottom)).map(([text]) => text)"
+    )
+
+
+@pytest.mark.parametrize("plot", ["loss-0", "profile"])
+def test_a_legend_names_each_line(opened, plot):
+    opened.plot(plot)
+    opened.run(f"document.querySelector('#{plot} + .legend').scrollIntoView({{block: 'end'}})")
+    opened.shot(f"legend_{plot}")
+    assert touching(opened, f"#{plot} + .legend button") == []
+    legend = opened.run(
+        f"return [...document.querySelectorAll('#{plot} + .legend button')].map(e => ["
+        "e.textContent, e.querySelector('line').getAttribute('stroke'),"
+        "e.querySelector('line').getAttribute('stroke-dasharray').replace('none', 'solid')])"
+    )
+    lines = opened.run(
+        f"return document.getElementById('{plot}').data.filter(t => t.name)"
+        ".map(t => [t.name, t.line.color, t.line.dash])"
+    )
+    assert legend == lines[::-1] and len(lines) > 30  # the best one is drawn last: above the others
+    assert len({(colour, dash) for _, colour, dash in lines}) == len(lines)
+    # A click isolates the line, here and in the others.
+    opened.press(f"#{plot} + .legend button:nth-child(3)")
+    assert " = ".join(opened.run("return state.isolated")) == legend[2][0]
+    dim = opened.run(
+        f"return [...document.querySelectorAll('#{plot} + .legend button')]"
+        ".map(e => e.classList.contains('dim'))"
+    )
+    assert dim.count(False) == 1 and not dim[2]
+
+
+def test_the_best_line_is_first(opened):
+    """So that it is above the others, in every figure."""
+    for problem in opened.run("return DATA.problems"):
+        losses = [line["mean"][-1] for line in problem["lines"] if not line["diverged"]]
+        assert losses == sorted(losses)
+
+
+@pytest.mark.parametrize("axis", ["steps", "seconds"])
+def test_labels_of_axes_do_not_touch(opened, axis):
+    opened.press(f"[data-axis={axis}]")
+    problems = range(opened.run("return DATA.problems.length"))
+    names = [f"{kind}-{i}" for kind in ("loss", "rates", "target") for i in problems]
+    for plot in ["ranks", "profile", *names]:
+        if not opened.run(f"return document.getElementById('{plot}')"):
+            continue
+        opened.plot(plot)
+        ticks = [f"document.querySelectorAll('#{plot} .{a}tick text').length" for a in "xy"]
+        opened.until(f"return Math.min({', '.join(ticks)}) > 1")
+        for of_axis in ("xtick", "ytick"):
+            assert touching(opened, f"#{plot} .{of_axis} text") == [], (plot, of_axis)
+        texts = opened.run(
+            f"return [...document.querySelectorAll('#{plot} .ytick text')].map(e => e.textContent)"
+        )
+        assert not [text for text in texts if "…" in text]
+
+
+@pytest.mark.parametrize("name", ["soap", "global_decay_row_wise_adagrad"])
+def test_the_isolated_optimizer_can_be_read(opened, name):
+    opened.run(f"location.hash = '{name}'")
+    opened.until(f"return String(state.isolated) === '{name}'")
+    button = "document.getElementById('isolated')"
+    assert opened.run(f"return {button}.scrollWidth <= {button}.clientWidth"), name
+    opened.run("location.hash = ''")
 
 
 def test_a_family_is_switched_off_and_on(opened):
