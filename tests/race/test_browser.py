@@ -174,7 +174,7 @@ def test_click_isolates_in_all_plots(opened):
     names = opened.run("return state.isolated")
     assert " = ".join(names) == name
     shown = opened.run("return document.getElementById('isolated').textContent")
-    assert shown == f"× {name}"
+    assert shown == f"\u00d7 {name}"
     for plot in ("loss-0", "rates-0"):
         opened.plot(plot)
         opened.until(f"return !stale.has(document.getElementById('{plot}'))")

@@ -136,6 +136,16 @@ def test_profile_by_hand():
     assert {row["runs"] for row in steps.values()} == {2}
 
 
+def test_the_page_has_the_best_lines_first():
+    """Which the script draws last, above the others, and names first in the legend."""
+    losses = {"worst": (0.9, 40), "best": (0.1, 10), "second": (0.2, 20), "none": (None, None)}
+    found = document(*[result(n, [[v, v]], reached=(s, s)) for n, (v, s) in losses.items()])
+    shown = page.data(found)
+    order = [["best"], ["second"], ["worst"], ["none"]]
+    assert [line["names"] for line in shown["problems"][0]["lines"]] == order
+    assert [row["names"] for row in shown["profile"]["steps"]] == order
+
+
 def test_width_is_of_neighbouring_rates():
     losses = [[0.4, 0.4], [0.3, 0.3], [0.2, 0.2]]
     whole, gap = result("whole", losses), result("gap", [losses[0], [9.0, 9.0], [0.1, 0.1]])
