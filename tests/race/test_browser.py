@@ -81,7 +81,8 @@ class Opened:
     def plot(self, name):
         """Scrolls to a plot, and waits until it is drawn."""
         self.run(f"document.getElementById('{name}').scrollIntoView({{block: 'center'}})")
-        self.until(f"return document.getElementById('{name}')._fullLayout !== undefined")
+        div = f"document.getElementById('{name}')"
+        self.until(f"return {div}._fullLayout !== undefined && !stale.has({div})")
 
     def until(self, code):
         WebDriverWait(self.browser, 30, 0.1).until(lambda _: self.run(code))
@@ -199,12 +200,12 @@ def test_an_address_isolates_an_optimizer(opened):
 
 
 def touching(opened, selector):
-    """The texts of elements that touch another one, or are not all in the window."""
+    """The texts of elements with another one less than 5 pixels beside them, or cut by the window."""
     return opened.run(
         f"const found = [...document.querySelectorAll({json.dumps(selector)})]"
         ".map(e => [e.textContent, e.getBoundingClientRect()]).filter(([, a]) => a.width);"
         "return found.filter(([, a], i) => a.left < 0 || a.right > innerWidth || found.some("
-        "([, b], j) => i !== j && a.left < b.right && b.left < a.right"
+        "([, b], j) => i !== j && a.left < b.right + 5 && b.left < a.right + 5"
         " && a.top < b.bottom && b.top < a.bottom)).map(([text]) => text)"
     )
 

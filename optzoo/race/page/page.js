@@ -45,12 +45,17 @@ function layout(x, y, more = {}) {
   };
 }
 
-// Labels of a log axis: equal steps within a decade, 1, 2, 5 in a few, else powers of ten; 55 pixels
-// for each.
+// Labels of a log axis: equal steps within a decade; in more the digits 1, 2, 5, or 1, 3, or powers
+// of ten, whichever have 50 pixels from each to the next.
 function logTicks(low, high, room) {
   if (!(high > low)) return {};
-  const decades = Math.log10(high / low), most = room / 55;
-  if (decades >= 1) return { dtick: 3 * decades < most ? "D2" : Math.ceil(decades / most) };
+  const decades = Math.log10(high / low), most = room / 50;
+  if (decades >= 1) {
+    if (decades / 0.3 < most) return { dtick: "D2" };
+    if (decades / 0.47 > most) return { dtick: Math.ceil(decades / most) };
+    const first = Math.floor(Math.log10(low)), powers = Array.from({ length: decades + 2 }, (_, i) => first + i);
+    return { tickvals: powers.flatMap(power => [Number(`1e${power}`), Number(`3e${power}`)]) };
+  }
   const step = (high - low) / 5, unit = 10 ** Math.floor(Math.log10(step));
   return { dtick: `L${unit * [1, 2, 5, 10].find(n => n * unit >= step)}` };
 }
@@ -107,7 +112,7 @@ const FIGURES = {
     });
     const x = { title: { text: axisTitle() }, type: state.x ? "log" : "linear", tickformat: "~g" };
     const ends = traces.flatMap(t => t.x.filter(v => v > 0));
-    if (state.x && ends.length) Object.assign(x, logTicks(Math.min(...ends), Math.max(...ends), width));
+    if (state.x && ends.length) Object.assign(x, logTicks(Math.min(...ends), Math.max(...ends), width - 60));
     return [[...bands, ...traces], layout(x, lossAxis(problem))];
   },
 
@@ -135,7 +140,7 @@ const FIGURES = {
     return [traces, layout({ title: { text: "learning rate" }, type: "log", tickformat: "~g" }, lossAxis(problem))];
   },
 
-  target(problem) {
+  target(problem, width) {
     const rows = problem.lines.filter(line => line.reached.length).map(line => {
       const mean = line.reached.reduce((a, b) => a + b) / line.reached.length;
       const [low, high] = [Math.min(...line.reached), Math.max(...line.reached)];
@@ -150,7 +155,7 @@ const FIGURES = {
     // Those that some seeds did not reach are behind all others.
     rows.sort((a, b) => b.is_whole - a.is_whole || a.mean - b.mean);
     const name = state.axis === "steps" ? "steps to the target" : "seconds to the target";
-    return dots(rows, name, state.x);
+    return dots(rows, name, state.x, width);
   },
 
   ranks: () => dots(DATA.ranks.map(row => ({ ...row, is_whole: true, text: "" })), "mean rank", false),
@@ -170,14 +175,14 @@ const FIGURES = {
     }];
     const x = {
       type: "log", title: { text: `${state.axis}, as a multiple of the least` },
-      tickformat: "~g", ...logTicks(1, end, width),
+      tickformat: "~g", ...logTicks(1, end, width - 60),
     };
     return [traces, layout({ ...x, range: [0, Math.log10(end)] },
       { tickformat: ".0%", range: [0, 1.02] }, { annotations: about })];
   },
 };
 
-function dots(rows, name, isLog) {
+function dots(rows, name, isLog, width) {
   const on = rows.filter(row => isOn(row.names));
   const labels = on.map(row => brief(row.names));
   const color = on.map(row => (isBright(row.names) ? colour(row.names) : "rgba(128,128,128,0.25)"));
@@ -194,7 +199,9 @@ function dots(rows, name, isLog) {
     },
   };
   const y = { tickvals: on.map((_, i) => i), ticktext: labels, range: [on.length - 0.4, -0.6] };
-  const x = { title: { text: name }, type: isLog ? "log" : "linear" };
+  const x = { title: { text: name }, type: isLog ? "log" : "linear", tickformat: "~g" };
+  const ends = on.flatMap(row => [row.low, row.high]).filter(v => v > 0);
+  if (isLog) Object.assign(x, logTicks(Math.min(...ends), Math.max(...ends), width - 230));
   const about = on.length ? [] : [{
     text: "none", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5,
   }];
@@ -216,14 +223,11 @@ function draw(div) {
   });
   if (!isFirst) return;
   div.on("plotly_click", event => {
-    const { customdata, data, pointNumber } = event.points[0];
-    isolate(customdata ?? data.meta);
-    // Drawing removes the label of the point, and a finger does not move to bring it back.
-    const curveNumber = div.data.findIndex(t => t.name === data.name);
-    if (COARSE) Plotly.Fx.hover(div, [{ curveNumber, pointNumber }]);
+    const [point] = event.points;
+    isolate(point.customdata ?? point.data.meta);
   });
   // Otherwise the browser sends mouse events after those of a tap: a second click, and one that
-  // removes the label.
+  // removes the label of the point.
   div.addEventListener("touchend", event => event.cancelable && event.preventDefault());
 }
 
