@@ -1,47 +1,27 @@
 """The page of the race in Chromium: hover, isolation, families, axes; on a desktop and a phone.
 
-``apt install chromium chromium-driver`` and ``pip install selenium``; test_page.py checks data and
-structure of the page without them.
+``tests/browsers.py`` says what it needs; test_page.py checks data and structure without a browser.
 """
 
 import json
 import os
 import pathlib
-import shutil
 import time
 
 import pytest
 
 from optzoo.race import page
 
+from .. import browsers  # before selenium: it skips where there is none
 from .test_pictures import PICTURES
 
-selenium = pytest.importorskip("selenium", reason="the page is tested by selenium: pip install it")
-from selenium import webdriver  # noqa: E402 (after the check)
-from selenium.webdriver.common.actions import interaction  # noqa: E402
-from selenium.webdriver.common.actions.action_builder import ActionBuilder  # noqa: E402
-from selenium.webdriver.common.actions.pointer_input import PointerInput  # noqa: E402
-from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-if not (CHROMIUM and DRIVER):
-    pytest.skip("no chromium or no chromedriver on the PATH", allow_module_level=True)
+# isort: split
+from selenium.webdriver.common.actions import interaction
+from selenium.webdriver.common.actions.action_builder import ActionBuilder
+from selenium.webdriver.common.actions.pointer_input import PointerInput
+from selenium.webdriver.support.ui import WebDriverWait
 
 pytestmark = pytest.mark.full
-FLAGS = [
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-    "--host-resolver-rules=MAP * ~NOTFOUND",  # no network
-]
-SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 
 
 @pytest.fixture(scope="module")
@@ -51,24 +31,12 @@ def address(tmp_path_factory):
     return file.as_uri()
 
 
-@pytest.fixture(scope="module", params=SIZES)
+@pytest.fixture(scope="module", params=browsers.SIZES)
 def opened(request, address):
     """A browser with the page. With SCREENSHOTS=folder the tests leave pictures there."""
-    width, height = SIZES[request.param]
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for flag in [*FLAGS, f"--window-size={width},{height}"]:
-        options.add_argument(flag)
-    if request.param == "phone":
-        metrics = {"width": width, "height": height, "pixelRatio": 2.0, "touch": True}
-        options.add_experimental_option("mobileEmulation", {"deviceMetrics": metrics})
-    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    try:
+    with browsers.opened(request.param) as browser:
         browser.get(address)
         yield Opened(browser, request.param)
-    finally:
-        browser.quit()
 
 
 class Opened:
@@ -200,7 +168,7 @@ def test_an_address_isolates_an_optimizer(opened):
 
 
 def touching(opened, selector):
-    """The texts of elements with another one less than 5 pixels beside them, or cut by the window."""
+    """The texts of elements less than 5 pixels beside another one, or cut by the window."""
     return opened.run(
         f"const found = [...document.querySelectorAll({json.dumps(selector)})]"
         ".map(e => [e.textContent, e.getBoundingClientRect()]).filter(([, a]) => a.width);"

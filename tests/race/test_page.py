@@ -138,12 +138,17 @@ def test_profile_by_hand():
 
 def test_the_page_has_the_best_lines_first():
     """Which the script draws last, above the others, and names first in the legend."""
-    losses = {"worst": (0.9, 40), "best": (0.1, 10), "second": (0.2, 20), "none": (None, None)}
-    found = document(*[result(n, [[v, v]], reached=(s, s)) for n, (v, s) in losses.items()])
+    found = document(
+        result("slow", [[0.1, 0.1]], reached=(30, 30)),
+        result("fast", [[0.9, 0.9]], reached=(10, 10)),
+        result("one seed", [[0.2, 0.2]], reached=(10, None)),
+        result("none", [[None, None]], reached=(None, None)),
+    )
     shown = page.data(found)
-    order = [["best"], ["second"], ["worst"], ["none"]]
-    assert [line["names"] for line in shown["problems"][0]["lines"]] == order
-    assert [row["names"] for row in shown["profile"]["steps"]] == order
+    [lines] = [[line["names"] for line in problem["lines"]] for problem in shown["problems"]]
+    assert lines == [["slow"], ["one seed"], ["fast"], ["none"]]
+    profile = [row["names"] for row in shown["profile"]["steps"]]
+    assert profile == [["fast"], ["one seed"], ["slow"], ["none"]]
 
 
 def test_width_is_of_neighbouring_rates():
