@@ -10,6 +10,7 @@ import pytest
 
 selenium = pytest.importorskip("selenium", reason="pages are tested by selenium: pip install it")
 from selenium import webdriver  # noqa: E402 (after the check)
+from selenium.webdriver.support.ui import WebDriverWait as WebDriverWait  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")

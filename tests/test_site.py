@@ -85,6 +85,24 @@ return [...document.querySelectorAll("article *, main *")]
 """
 
 
+def test_search_finds_the_task_first(site):
+    from .browsers import WebDriverWait, opened
+
+    tasks = {
+        "embedding": "train_embeddings",
+        "out of memory": "little_memory",
+        "NaN": "training_diverges",
+        "resume": "resume_tf1",
+        "muon": "optzoo.muon",
+    }
+    first = "return document.querySelector('#search-results li a')?.href"
+    with opened("desktop") as browser:
+        for words, page in tasks.items():
+            browser.get(f"{(site / 'search.html').as_uri()}?q={words.replace(' ', '+')}")
+            found = WebDriverWait(browser, 30, 0.1).until(lambda _: browser.execute_script(first))
+            assert f"/{page}.html" in found, words
+
+
 def test_nothing_is_cut_on_a_phone(site):
     from .browsers import opened
 

@@ -153,12 +153,14 @@ def search(site: pathlib.Path, words: str) -> list[str]:
     index = json.loads(text.removeprefix("Search.setIndex(").rstrip(";\n").removesuffix(")"))
     language = languages["en"]
     language = _imported(language) if isinstance(language, str) else language
-    stem = language({}).stem
+    language = language({})
     found: set[int] | None = None
-    for word in re.findall(r"\w+", words):
+    for word in re.findall(r"\w+", words.lower()):
+        if word in language.stopwords:
+            continue
         places: set[int] = set()
         for terms in (index["terms"], index["titleterms"]):
-            hits = terms.get(stem(word.lower()), [])
+            hits = terms.get(language.stem(word), [])
             places |= {hits} if isinstance(hits, int) else set(hits)
         found = places if found is None else found & places
     return [index["docnames"][i] for i in sorted(found or ())]
