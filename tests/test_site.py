@@ -73,10 +73,10 @@ def test_pale_code_is_found(check, tmp_path):
     ]
 
 
-# Elements that end beside the window and cannot be scrolled to.
+# Elements that end beside the window and are in nothing that scrolls, but the whole page.
 WIDE = """
-const scrolls = e => e && (["auto", "scroll"].includes(getComputedStyle(e).overflowX)
-  || scrolls(e.parentElement));
+const scrolls = e => e.tagName !== "ARTICLE" && e.tagName !== "MAIN" && (
+  ["auto", "scroll"].includes(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
 const root = document.documentElement;
 return [...document.querySelectorAll("article *, main *")]
   .filter(e => e.getBoundingClientRect().right > root.clientWidth + 1 && !scrolls(e))
