@@ -32,10 +32,12 @@ PICTURE = ROOT / "docs" / "images" / "table_size.svg"
 WIDTH, IDS = 64, 4096
 ROWS = (10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000)
 LABELS = {
-    "dense": "optax.adam, dense gradient",
-    "rows": "optzoo.lazy_adam, rows",
-    "native": "the same as native code",
+    "dense": "optax.adam, dense",
+    "rows": "lazy_adam, rows",
+    "native": "in native code",
 }
+# Where a label is: from the end of its line to the left, in points above it.
+ABOVE = {"dense": (-14, -4), "rows": (0, 8), "native": (0, -29)}
 # Each can be read on white and on black.
 COLOURS = {"dense": "#e5534b", "rows": "#2f9e6e", "native": "#3b82d6"}
 GREY = "#7d8590"
@@ -96,14 +98,14 @@ def draw(stored):
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"svg.hashsalt": "table_size", "font.size": 11})
-    figure, axes = plt.subplots(figsize=(7.2, 3.6))
+    figure, axes = plt.subplots(figsize=(5.2, 3.6))
     rows = [int(n) for n in stored["seconds"]]
     for name, label in LABELS.items():
         ms = [1e3 * stored["seconds"][str(n)][name] for n in rows]
         axes.plot(rows, ms, color=COLOURS[name], linewidth=2.5, marker="o", markersize=5)
         axes.annotate(
-            f"{label}\n{ms[-1]:.3g} ms", (rows[-1], ms[-1]), (10, 0), textcoords="offset points",
-            color=COLOURS[name], va="center", fontweight="bold",
+            f"{label}: {ms[-1]:.3g} ms", (rows[-1], ms[-1]), ABOVE[name], ha="right",
+            textcoords="offset points", color=COLOURS[name], fontweight="bold", fontsize=10,
         )  # fmt: skip
     axes.set(xscale="log", yscale="log")
     axes.set_xlabel(f"rows of the table ({WIDTH} floats each)", color=GREY)
@@ -112,7 +114,8 @@ def draw(stored):
         f"A step that reads {IDS:,} rows of a table, one CPU core", color=GREY, loc="left"
     )
     axes.set_yticks([1, 10, 100], ["1", "10", "100"])
-    axes.set_xticks(rows, [f"{n:,}" for n in rows])
+    axes.set_ylim(bottom=0.3)
+    axes.set_xticks(rows, [f"{n:,}" for n in rows], fontsize=8.5)
     axes.minorticks_off()
     axes.tick_params(colors=GREY)
     axes.grid(color=GREY, alpha=0.25)

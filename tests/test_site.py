@@ -59,6 +59,69 @@ def test_a_broken_page_is_found(site, check, change, found):
     assert f"{failure.link} {failure.why}".endswith(found)
 
 
+def test_pale_code_is_found(check, tmp_path):
+    css = """.highlight { background: #f0f0f0; } /* a { color: #fff } */
+    .highlight .c { color: #60A0B0; font-style: italic } .highlight .k { color: #007020 }
+    @media not print { body[data-theme="dark"] .highlight { background: #222; color: #eee }
+    body[data-theme="dark"] .highlight .c { color: #555 } }"""
+    (tmp_path / "_static").mkdir()
+    (tmp_path / "_static" / "pygments.css").write_text(css)
+    found = [(f.link, f.why) for f in check["check_contrast"](tmp_path)]
+    assert found == [
+        (".highlight .c", "has 2.6 to 1 on #f0f0f0"),
+        ('body[data-theme="dark"] .highlight .c', "has 2.1 to 1 on #222"),
+    ]
+
+
+# Elements that end beside the window and are in nothing that scrolls, but the whole page.
+WIDE = """
+const scrolls = e => e.tagName !== "ARTICLE" && e.tagName !== "MAIN" && (
+  ["auto", "scroll"].includes(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
+const root = document.documentElement;
+return [...document.querySelectorAll("article *, main *")]
+  .filter(e => e.getBoundingClientRect().right > root.clientWidth + 1 && !scrolls(e))
+  .map(e => `${e.tagName} ${e.textContent.slice(0, 40)}`)
+  .concat(root.scrollWidth > root.clientWidth ? ["the page"] : []);
+"""
+
+
+def test_search_finds_the_task_first(site):
+    from .browsers import WebDriverWait, opened
+
+    tasks = {
+        "embedding": "train_embeddings",
+        "out of memory": "little_memory",
+        "NaN": "training_diverges",
+        "resume": "resume_tf1",
+        "muon": "optzoo.muon",
+    }
+    first = "return document.querySelector('#search-results li a')?.href"
+    with opened("desktop") as browser:
+        for words, page in tasks.items():
+            browser.get(f"{(site / 'search.html').as_uri()}?q={words.replace(' ', '+')}")
+            found = WebDriverWait(browser, 30, 0.1).until(lambda _: browser.execute_script(first))
+            assert f"/{page}.html" in found, words
+
+
+def test_nothing_is_cut_on_a_phone(site):
+    from .browsers import opened
+
+    folders = {site.name, "docs", "tasks", "colabs", "race"}
+    chosen = [
+        p
+        for p in sorted(site.rglob("*.html"))
+        if p.parent.name in folders or p.stem.startswith("group-") or p.stem.endswith("adam")
+    ]
+    assert len(chosen) > 60
+    with opened("phone") as browser:
+        wide = {}
+        for page in chosen:
+            browser.get(page.as_uri())
+            if found := browser.execute_script(WIDE):
+                wide[page.name] = found[:3]
+        assert wide == {}
+
+
 def test_names_without_a_page_are_found_and_the_check_fails(tmp_path):
     (tmp_path / "index.html").write_text('<a href="gone.html">x</a>')
     (tmp_path / "searchindex.js").write_text(

@@ -153,12 +153,14 @@ def search(site: pathlib.Path, words: str) -> list[str]:
     index = json.loads(text.removeprefix("Search.setIndex(").rstrip(";\n").removesuffix(")"))
     language = languages["en"]
     language = _imported(language) if isinstance(language, str) else language
-    stem = language({}).stem
+    language = language({})
     found: set[int] | None = None
-    for word in re.findall(r"\w+", words):
+    for word in re.findall(r"\w+", words.lower()):
+        if word in language.stopwords:
+            continue
         places: set[int] = set()
         for terms in (index["terms"], index["titleterms"]):
-            hits = terms.get(stem(word.lower()), [])
+            hits = terms.get(language.stem(word), [])
             places |= {hits} if isinstance(hits, int) else set(hits)
         found = places if found is None else found & places
     return [index["docnames"][i] for i in sorted(found or ())]
@@ -178,6 +180,10 @@ def check_search(site: pathlib.Path) -> Iterator[Failure]:
         "FtrlOptimizer": "api/optzoo.ftrl",
         "lazy_adam": "api/optzoo.lazy_adam",
         "caught_up": "docs/caught_up",
+        "embedding": "docs/tasks/train_embeddings",
+        "out of memory": "docs/tasks/little_memory",
+        "NaN": "docs/tasks/training_diverges",
+        "resume": "docs/tasks/resume_tf1",
     }.items():
         if page not in (found := search(site, words)):
             yield Failure("search.html", words, f"finds {found} and not {page}")
@@ -193,6 +199,37 @@ def check_disk(site: pathlib.Path) -> Iterator[Failure]:
             yield Failure("search.html", page, "is found, and is no guide")
 
 
+def check_contrast(site: pathlib.Path) -> Iterator[Failure]:
+    """Code can be read in both schemes: 4.5 to 1, as WCAG asks."""
+    file = site / "_static" / "pygments.css"
+    text = re.sub(r"/\*.*?\*/", "", file.read_text() if file.exists() else "")
+    rules = [(s.strip(), body) for s, body in re.findall(r"([^{}]+)\{([^{}]*)\}", text)]
+    color = lambda name, body: re.findall(rf"(?<![-\w]){name}:\s*(#[0-9a-fA-F]+)", body)
+    page = {}  # of each scheme the background; its rule comes before the others
+    for selector, body in rules:
+        scheme = "data-theme" in selector
+        own = color("background(?:-color)?", body)
+        if selector.endswith(".highlight") and own:
+            page[scheme] = own[0]
+        for found in color("color", body) if scheme in page else []:
+            back = (own or [page[scheme]])[0]
+            if (ratio := _contrast(found, back)) < 4.5:
+                yield Failure("_static/pygments.css", selector, f"has {ratio:.1f} to 1 on {back}")
+
+
+def _contrast(first: str, second: str) -> float:
+    """The contrast of two colours, by the formula of WCAG 2."""
+
+    def luminance(color):
+        digits = color[1:] if len(color) == 7 else "".join(2 * c for c in color[1:])
+        parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted([luminance(first), luminance(second)])
+    return (high + 0.05) / (low + 0.05)
+
+
 def main() -> int:
     """Prints every failure with its page; returns 1 if there is one."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -204,7 +241,7 @@ def main() -> int:
         return 1
     pages = {str(file.relative_to(site)): Page(file.read_text()) for file in files}
     checks = [check_links(site, pages), check_assets(site), check_names(pages), check_search(site)]
-    checks.append(check_disk(site))
+    checks += [check_disk(site), check_contrast(site)]
     failures = [failure for check in checks for failure in check]
     for failure in failures:
         print(f"{failure.page}: {failure.link} {failure.why}")

@@ -40,7 +40,7 @@ html_copy_source = False
 html_search_scorer = str(pathlib.Path(__file__).with_name("scorer.js"))
 html_show_search_summary = False  # a browser reads no pages for it from disk
 html_theme_options = {"navigation_with_keys": True}
-pygments_style = "friendly"
+pygments_style = "a11y-light"
 pygments_dark_style = "monokai"
 
 myst_enable_extensions = ["dollarmath", "colon_fence"]

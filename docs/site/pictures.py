@@ -72,8 +72,8 @@ def _figure(rates: np.ndarray, tracks: np.ndarray) -> bytes:
     settings |= dict.fromkeys(
         ["text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"], GREY
     )
-    with rc_context({**settings, "font.size": 8.0, "xtick.labelsize": 7, "ytick.labelsize": 7}):
-        figure = Figure(figsize=(4.8, 1.7), layout="constrained")
+    with rc_context({**settings, "font.size": 9.5, "xtick.labelsize": 8, "ytick.labelsize": 8}):
+        figure = Figure(figsize=(4.6, 1.8), layout="constrained")
         path, curve, rate = figure.subplots(1, 3, width_ratios=[1.1, 1, 1])
         _path(path, tracks[best], rates[best])
         curve.plot(losses[best], color=LINE, linewidth=1.5)
@@ -89,8 +89,8 @@ def _figure(rates: np.ndarray, tracks: np.ndarray) -> bytes:
             axes.minorticks_off()
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.2)
-        curve.set_title("loss", fontsize=8)
-        rate.set_title(f"loss at step {STEPS}", fontsize=8)
+        curve.set_title("loss", fontsize=9)
+        rate.set_title(f"loss at step {STEPS}", fontsize=9)
         buffer = io.BytesIO()
         FigureCanvasSVG(figure)
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -107,4 +107,4 @@ def _path(axes, points: np.ndarray, rate: float) -> None:
     axes.plot(*points[0], "o", color=MARK, markersize=4)
     axes.plot(1, 1, "*", color="#3a9d5d", markersize=9)
     axes.set(xlim=(-1.8, 1.8), ylim=(-0.7, 2.3), xticks=[], yticks=[])
-    axes.set_title(f"path, rate {rate:.2g}", fontsize=8)
+    axes.set_title(f"path, rate {rate:.2g}", fontsize=9)

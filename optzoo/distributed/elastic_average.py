@@ -98,9 +98,9 @@ def elastic_average(
         2015; ``tf.contrib.opt.ElasticAverageOptimizer``.
 
     Differences from the original:
-        ``rho`` is 0 by default, where the original takes ``moving_rate`` over the learning rate,
-        which it finds in some optimizers only; and it holds with any gradient, however computed.
-        Centers of parameters in 16 bits are kept in float32.
+        ``rho`` is 0 by default; the original uses ``moving_rate`` over the learning rate, which it
+        finds in some optimizers only. It applies to any gradient, however computed. Centers of
+        16-bit parameters are in float32.
     """
     period = check_size(1, communication_period=communication_period)
     check("in (0, 1]", lambda v: 0 < v <= 1, none=True, moving_rate=moving_rate)

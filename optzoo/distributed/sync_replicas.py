@@ -125,10 +125,10 @@ def sync_replicas(
         2016; ``tf.train.SyncReplicasOptimizer``.
 
     Differences from the original:
-        No token queue: replicas tick together, so none runs ahead with an old token, and none of
-        the first gradients is wasted. An update uses at most :math:`R` gradients, where a late
-        chief of the original uses all that have arrived. The original divides rows by the number
-        of gradients that have them.
+        There is no token queue: replicas tick together, so none runs ahead with an old token, and
+        no early gradient is wasted. An update uses at most :math:`R` gradients; in the original a
+        late chief uses all that have arrived. The original divides rows by the number of gradients
+        that contain them.
     """
     aggregate, total = replicas_to_aggregate, total_num_replicas
     if aggregate is not None:

@@ -124,11 +124,10 @@ def adafactor(
 
     Differences from the original:
         The original adds the mean squared gradient times 1e-30 to both rates, which changes no
-        digit unless gradients exceed 1e11. Before September 2018 tensor2tensor factored
-        matrices only. With ``eps=0``, an element whose row or column never had a gradient is
-        unchanged; the original divides by zero. There is no ``simulated_quantize_bits``, no
-        ``parameter_encoding`` of bfloat16, and of Mesh TensorFlow's arguments no
-        ``stacked_dim_names`` and no ``exclude_from_parameter_scale``
+        digit unless gradients exceed 1e11. Before September 2018 tensor2tensor factored matrices
+        only. With ``eps=0``, an element whose row or column never had a gradient is unchanged; the
+        original divides by zero. ``simulated_quantize_bits``, a ``parameter_encoding`` of bfloat16,
+        and Mesh TensorFlow's ``stacked_dim_names`` and ``exclude_from_parameter_scale`` are missing
         (:func:`optzoo.param_groups` gives parameters their own arguments).
     """
     if learning_rate is None:

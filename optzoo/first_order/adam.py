@@ -137,10 +137,10 @@ def adam(
         <https://arxiv.org/abs/1412.6980>`_, 2015, end of section 2.
 
     Differences from the original:
-        With ``eps=0``, an element is unchanged while :math:`v_t` is zero (all gradients were zero,
-        or their squares underflow); the original divides by zero. If a square overflows (in
-        float32 that of 2e19), :math:`v_t` stays infinite, and the element is unchanged from then
-        on; in the original both become NaN one step later.
+        With ``eps=0``, an element is unchanged while :math:`v_t` is zero (gradients or their
+        squares are zero); the original divides by zero. If a square overflows (in float32 that of
+        2e19), :math:`v_t` stays infinite and the element no longer changes; in the original both
+        become NaN one step later.
     """
     tx = descend(learning_rate, scale_by_adam(b1, b2, eps))
     return known(tx, deferral=lambda dense: adam_deferral(learning_rate, b1, b2, eps))

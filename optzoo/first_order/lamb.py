@@ -94,10 +94,10 @@ def lamb(
         `DeepLearningExamples <https://github.com/NVIDIA/DeepLearningExamples>`_.
 
     Differences from the original:
-        :math:`t` is 1 at the first update; the original reads the global step, and nothing orders
-        that and its increment (until February 2020 it counted variables instead of steps). Where
-        all gradients of an element were zero, ``eps=0`` gives no NaN. Parameters may have any
-        floating dtype; the original has float32, and a float32 copy of those in float16.
+        :math:`t` is 1 at the first update; the original reads the global step, in no defined order
+        with its increment (until February 2020 it counted variables, not steps). With ``eps=0``, an
+        element whose gradients were all zero gives no NaN. Parameters may have any floating dtype;
+        the original has float32, with float32 copies of float16 parameters.
     """
     return descend(learning_rate, *_directions(b1, b2, eps, weight_decay, skip))
 

@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,15 @@ from .summary import coinciding, contenders, label, ranking
 
 # With more contenders each family has a row of panels of its own.
 _TOGETHER = 8
-_DASHES: list[Any] = ["-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5))]
+# With three colours, 18 lines of a family can be told apart.
+_DASHES: list[Any] = [
+    "-",
+    (0, (4, 1.5)),
+    (0, (1, 1.2)),
+    (0, (6, 1.5, 1, 1.5)),
+    (0, (9, 2)),
+    (0, (9, 1.5, 1, 1.5, 1, 1.5)),
+]
 _SOURCE = "optzoo source"  # the name of a hash in a picture
 
 Group = Sequence[str]
@@ -70,7 +79,7 @@ def curves(document: Mapping[str, Any], *, time: bool = False) -> Figure:
     styles = {
         group: {
             "color": colours.colour(family, place),
-            "linestyle": _DASHES[place // 3 % 4],
+            "linestyle": _DASHES[place // 3 % len(_DASHES)],
         }
         for family, members in families.items()
         for place, group in enumerate(members)
@@ -112,7 +121,7 @@ def curves(document: Mapping[str, Any], *, time: bool = False) -> Figure:
                     fontsize=8,
                     title_fontproperties={"size": 9, "weight": "bold"},
                     handlelength=2.6,
-                    labelspacing=0.3,
+                    labelspacing=0.2,
                 )
     return figure
 
@@ -125,10 +134,9 @@ def _families(document: Mapping[str, Any], groups: Sequence[Group]) -> dict[str,
     return {name: found for name, found in members.items() if found}
 
 
-def _short(names: Group) -> str:
-    """The names of a contender; of a long one the first, and how many more there are."""
-    whole = label(names)
-    return whole if len(whole) <= 30 else f"{names[0]} and {len(names) - 1} more"
+def _wrapped(names: Group, width: int = 34) -> str:
+    """The names of a contender, in as many lines as they need."""
+    return "\n".join(textwrap.wrap(label(names), width, break_long_words=False))
 
 
 def _curves_of(
@@ -140,10 +148,15 @@ def _curves_of(
     styles: Any,
     time: bool,
 ) -> tuple[list[Any], list[str]]:
-    """Draws the contenders of a row, the others in grey; returns the lines and their labels."""
+    """Draws the contenders of a row, the others in grey; returns the lines and their labels.
+
+    The best one is drawn last, above the others.
+    """
     results = {r["optimizer"]: r for r in ranking(document, problem)}
-    lines, labels, shown = [], [], []
-    for group in sorted(groups, key=lambda group: group in row):
+    place = {name: i for i, name in enumerate(results)}
+    lines, shown = {}, []
+    key = lambda group: (group in row, -place.get(group[0], len(place)))
+    for group in sorted(groups, key=key):
         r = results.get(group[0])
         if r is None and group not in row:
             continue
@@ -152,12 +165,11 @@ def _curves_of(
         [line] = axes.plot(at, mean, **{"linewidth": 1.6, **style})
         shown.append(mean[np.isfinite(mean)])
         if group in row:
-            lines.append(line)
-            labels.append(_short(group))
+            lines[group] = line
             if len(groups) <= _TOGETHER:  # more bands would hide the lines
                 axes.fill_between(at, low, high, color=style["color"], alpha=0.12, linewidth=0)
     _scale(axes, shown)
-    return lines, labels
+    return [lines[group] for group in row], [_wrapped(group) for group in row]
 
 
 def _points(r: Mapping[str, Any] | None, time: bool) -> list[np.ndarray]:
@@ -193,7 +205,7 @@ def valley(document: Mapping[str, Any]) -> Figure:
     groups = [g for p in document["problems"] for g in coinciding(document, p) if g[0]["track"]]
     columns = min(5, len(groups))
     rows = math.ceil(len(groups) / columns)
-    figure = _figure(2.3 * columns + 0.3, 2.15 * rows + 0.5)
+    figure = _figure(2.3 * columns + 0.3, 2.3 * rows + 0.5)
     x, y = np.meshgrid(np.linspace(-1.8, 1.8, 300), np.linspace(-0.9, 2.4, 300))
     height = np.log10((1 - x) ** 2 + 100 * (y - x**2) ** 2 + 1e-3)
     for i, (r, *others) in enumerate(groups):
@@ -204,7 +216,7 @@ def valley(document: Mapping[str, Any]) -> Figure:
         axes.plot(*path[0], "o", color="#0072b2", markersize=5)
         axes.plot(1, 1, "*", color="#009e73", markersize=10)
         loss = "diverged" if r["diverged"] else f"{r['loss']['mean']:.2g}"
-        names = _short([r["optimizer"], *(other["optimizer"] for other in others)])
+        names = _wrapped([r["optimizer"], *(other["optimizer"] for other in others)])
         axes.set_title(f"{names}\nrate {r['rate']:.2g}, loss {loss}", fontsize=8.5)
         axes.set_xlim(-1.8, 1.8)
         axes.set_ylim(-0.9, 2.4)

@@ -189,9 +189,9 @@ def ggt(
 
     Differences from the original:
         Scalars, parameters of different dtypes, row-sparse and missing gradients are accepted.
-        ``svd_eps=0`` raises an error. The subtraction in the last term is simplified to
-        :math:`1 - (\sigma - \delta) / \sigma = \delta / \sigma`. In the original it cancels
-        digits: in float32 its parameters differ from the exact ones 3 to 10 times as much as here.
+        ``svd_eps=0`` raises an error. The last term is simplified, :math:`1 - (\sigma - \delta) /
+        \sigma = \delta / \sigma`: in float32 the original, which cancels digits there, differs from
+        the exact parameters 3 to 10 times as much.
     """
     direction = scale_by_ggt(
         b1, window, eps, svd_eps, sigma_eps, window_dtype=window_dtype, axis_name=axis_name

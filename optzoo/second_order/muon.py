@@ -244,16 +244,14 @@ def muon(
         <https://github.com/pytorch/pytorch>`_.
 
     Differences from the original:
-        The last axis of a kernel is that of the outputs, as in JAX; torch has them in the first one
-        (``axes="oi"``). torch refuses parameters that are no matrices. If parameters are in 16
-        bits, the momentum is in float32. A gradient whose norm is above 2e19 is divided by it;
-        in torch the square overflows, and the step is zero. The author's code, `KellerJordan/Muon
-        <https://github.com/KellerJordan/Muon>`_, has no decay by default; it adds :math:`\epsilon`
-        to the norm; it rounds to bfloat16 after each product and each sum, here and in torch once
-        for both; its :math:`s` of a convolution is one, unless the kernel is higher than wide; and
-        without a gradient it moves on by its momentum, where here and in torch a parameter stays.
-        ``optax.contrib.muon`` has other directions, since it corrects the bias of the two terms of
-        Nesterov momentum by two factors.
+        The last axis of a kernel has the outputs; in torch the first (``axes="oi"``). torch accepts
+        matrices only. The momentum of 16-bit parameters is in float32. A gradient with a norm above
+        2e19 is divided by it; in torch the square overflows and the step is zero. The author's
+        code, `KellerJordan/Muon <https://github.com/KellerJordan/Muon>`_, has no decay by default;
+        adds :math:`\epsilon` to the norm; rounds to bfloat16 after each product and each sum, not
+        once for both; uses :math:`s = 1` for convolutions unless the kernel is higher than wide;
+        and moves a parameter without a gradient by its momentum. ``optax.contrib.muon`` corrects
+        the bias of the two terms of Nesterov momentum by two factors, so its directions differ.
     """
     decay = [] if is_number(weight_decay, 0) else [add_decay(weight_decay, mask)]
     direction = scale_by_muon(

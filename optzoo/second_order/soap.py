@@ -281,18 +281,16 @@ def soap(
         ``KLSOAPH`` of `modded-nanogpt <https://github.com/KellerJordan/modded-nanogpt>`_.
 
     Differences from the original:
-        The parameters are the same but for rounding, with these exceptions. Parameters without a
-        basis move from the first gradient on; there they wait for the second one too. Weights decay
-        by the parameter before the step, also in the first one; there by the parameter after the
-        step, and not in the first one. The default is no decay, there 0.01. The eigenvectors of
-        the first gradient's statistics are not unique where eigenvalues are equal, as are those
-        that are zero along the longer dimension of a matrix: every library finds others, and
-        Adam's steps differ from then on. Dimensions of size one are merged, if at all, as in
-        :func:`optzoo.shampoo`. There is no ``normalize_grads``, and the bias is always corrected.
-        The original sorts the columns of a basis, and :math:`v` with them; here both keep their
-        order, which gives the same steps. ``KLSOAPH`` does not sort before it decomposes, and has
-        no correction of the bias; it is this optimizer inside of :func:`optzoo.hyperball`, as long
-        as its columns stay in their order.
+        Parameters without a basis move from the first gradient on; in the original they wait for
+        the second. Weights decay by the parameter before the step, from the first step on; the
+        original uses the parameter after the step, and skips the first. The default decay is 0; in
+        the original 0.01. Eigenvectors of equal eigenvalues, such as the zeros along the longer
+        dimension of a matrix, are not unique: libraries find different ones in the first step, and
+        Adam's steps then differ. Dimensions of size one are merged as in :func:`optzoo.shampoo`.
+        There is no ``normalize_grads``, and the bias is always corrected. The columns of a basis
+        and :math:`v` are not sorted, which does not change the steps. ``KLSOAPH``, which does not
+        sort before it decomposes and does not correct the bias, is this optimizer inside
+        :func:`optzoo.hyperball` while its columns keep their order.
     """
     decay = [] if is_number(weight_decay, 0) else [add_decay(weight_decay, mask)]
     direction = scale_by_soap(

@@ -65,10 +65,9 @@ def moving_average(
         <https://doi.org/10.1137/0330046>`_, 1992; ``tf.train.ExponentialMovingAverage``.
 
     Differences from the original:
-        The average is always of the new parameters (``sequential_update=True``); without it the
-        order is undefined in the original. The average of 16-bit parameters is kept in float32,
-        because in 16 bits its changes would be rounded to zero; it is of the sums :math:`x_{t-1} +
-        u_t` before they are rounded to 16 bits, as deferred rows have it, too.
+        The average is always of the new parameters (``sequential_update=True``; otherwise the order
+        is undefined in the original). The average of 16-bit parameters is in float32, and is of the
+        sums :math:`x_{t-1} + u_t` before they are rounded; this holds for deferred rows, too.
     """
     inner = inner_transformation(inner=inner)
     [average_decay] = check_decays(average_decay=average_decay)

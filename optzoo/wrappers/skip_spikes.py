@@ -105,13 +105,13 @@ def skip_spikes(
         ``skip_step_on_spikes`` of `MaxText <https://github.com/AI-Hypercomputer/maxtext>`_
 
     Differences from the original:
-        The defaults are those of OLMo-core since version 2, and of MaxText with an interval of
-        128. With a window of less than 6 values, both skip the second step, as a single value has
-        no deviation. Levanter's interval of :math:`n` is ``window=n + 1``,
-        ``min_values=max(2, n // 2)`` and ``correction=0``; its deviation is at least 1e-6.
-        In all three a value that is not finite enters the window, and is skipped only if there are
-        enough values. OLMo-core and MaxText then skip every step until it has left the window.
-        Levanter leaves NaN out of its mean, but not infinity.
+        The defaults are those of OLMo-core since version 2, and of MaxText with an interval of 128.
+        With a window of less than 6 values, both skip the second step, as a single value has no
+        deviation. Levanter's interval of :math:`n` is ``window=n + 1``, ``min_values=max(2, n //
+        2)`` and ``correction=0``; its deviation is at least 1e-6. In all three a value that is not
+        finite enters the window, and is skipped only if there are enough values. OLMo-core and
+        MaxText then skip every step until it leaves the window; Levanter excludes NaN from its
+        mean, but not infinity.
     """
     inner = inner_transformation(inner=inner)
     window = check_size(2, window=window)

@@ -63,11 +63,11 @@ def decoupled_weight_decay(
         <https://arxiv.org/abs/1711.05101>`_, 2019.
 
     Differences from the original:
-        ``mask`` is always applied; the original ignores ``minimize(decay_var_list=)``, and there an
-        empty list means all. Around gradient descent the rows of row-sparse gradients decay, too.
-        Around LARS both weight decays apply, each with its value; in the original they share one
-        attribute. The decay always comes before the update of an optimizer that reads the
-        parameters; in the original the order is undefined.
+        ``mask`` is always applied; the original ignores ``minimize(decay_var_list=)``, and takes an
+        empty list for all. Around gradient descent the rows of row-sparse gradients decay, too.
+        Around LARS both weight decays apply; in the original they share one attribute. The decay
+        always precedes the update of an optimizer that reads the parameters; in the original the
+        order is undefined.
     """
     inner = inner_transformation(inner=inner)
     check_not_negative(weight_decay_per_step=weight_decay_per_step)

@@ -1,47 +1,27 @@
 """The page of the race in Chromium: hover, isolation, families, axes; on a desktop and a phone.
 
-``apt install chromium chromium-driver`` and ``pip install selenium``; test_page.py checks data and
-structure of the page without them.
+``tests/browsers.py`` says what it needs; test_page.py checks data and structure without a browser.
 """
 
 import json
 import os
 import pathlib
-import shutil
 import time
 
 import pytest
 
 from optzoo.race import page
 
+from .. import browsers  # before selenium: it skips where there is none
 from .test_pictures import PICTURES
 
-selenium = pytest.importorskip("selenium", reason="the page is tested by selenium: pip install it")
-from selenium import webdriver  # noqa: E402 (after the check)
-from selenium.webdriver.common.actions import interaction  # noqa: E402
-from selenium.webdriver.common.actions.action_builder import ActionBuilder  # noqa: E402
-from selenium.webdriver.common.actions.pointer_input import PointerInput  # noqa: E402
-from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-if not (CHROMIUM and DRIVER):
-    pytest.skip("no chromium or no chromedriver on the PATH", allow_module_level=True)
+# isort: split
+from selenium.webdriver.common.actions import interaction
+from selenium.webdriver.common.actions.action_builder import ActionBuilder
+from selenium.webdriver.common.actions.pointer_input import PointerInput
+from selenium.webdriver.support.ui import WebDriverWait
 
 pytestmark = pytest.mark.full
-FLAGS = [
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-    "--host-resolver-rules=MAP * ~NOTFOUND",  # no network
-]
-SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 
 
 @pytest.fixture(scope="module")
@@ -51,26 +31,12 @@ def address(tmp_path_factory):
     return file.as_uri()
 
 
-@pytest.fixture(scope="module", params=SIZES)
-def opened(request, address, tmp_path_factory):
+@pytest.fixture(scope="module", params=browsers.SIZES)
+def opened(request, address):
     """A browser with the page. With SCREENSHOTS=folder the tests leave pictures there."""
-    width, height = SIZES[request.param]
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    profile = tmp_path_factory.mktemp("profile")
-    place = [f"--user-data-dir={profile}", f"--window-size={width},{height}"]
-    for flag in [*FLAGS, *place]:
-        options.add_argument(flag)
-    if request.param == "phone":
-        metrics = {"width": width, "height": height, "pixelRatio": 2.0, "touch": True}
-        options.add_experimental_option("mobileEmulation", {"deviceMetrics": metrics})
-    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    try:
+    with browsers.opened(request.param) as browser:
         browser.get(address)
         yield Opened(browser, request.param)
-    finally:
-        browser.quit()
 
 
 class Opened:
@@ -83,7 +49,8 @@ class Opened:
     def plot(self, name):
         """Scrolls to a plot, and waits until it is drawn."""
         self.run(f"document.getElementById('{name}').scrollIntoView({{block: 'center'}})")
-        self.until(f"return document.getElementById('{name}')._fullLayout !== undefined")
+        div = f"document.getElementById('{name}')"
+        self.until(f"return {div}._fullLayout !== undefined && !stale.has({div})")
 
     def until(self, code):
         WebDriverWait(self.browser, 30, 0.1).until(lambda _: self.run(code))
@@ -176,7 +143,7 @@ def test_click_isolates_in_all_plots(opened):
     names = opened.run("return state.isolated")
     assert " = ".join(names) == name
     shown = opened.run("return document.getElementById('isolated').textContent")
-    assert shown == f"✕ {name}"
+    assert shown == f"\u00d7 {name}"
     for plot in ("loss-0", "rates-0"):
         opened.plot(plot)
         opened.until(f"return !stale.has(document.getElementById('{plot}'))")
@@ -198,6 +165,79 @@ def test_an_address_isolates_an_optimizer(opened):
     opened.run("location.hash = 'nothing'")
     opened.press("#isolated")
     assert opened.run("return state.isolated === null")
+
+
+def touching(opened, selector):
+    """The texts of elements less than 5 pixels beside another one, or cut by the window."""
+    return opened.run(
+        f"const found = [...document.querySelectorAll({json.dumps(selector)})]"
+        ".map(e => [e.textContent, e.getBoundingClientRect()]).filter(([, a]) => a.width);"
+        "return found.filter(([, a], i) => a.left < 0 || a.right > innerWidth || found.some("
+        "([, b], j) => i !== j && a.left < b.right + 5 && b.left < a.right + 5"
+        " && a.top < b.bottom && b.top < a.bottom)).map(([text]) => text)"
+    )
+
+
+@pytest.mark.parametrize("plot", ["loss-0", "profile"])
+def test_a_legend_names_each_line(opened, plot):
+    opened.plot(plot)
+    opened.run(f"document.querySelector('#{plot} + .legend').scrollIntoView({{block: 'end'}})")
+    opened.shot(f"legend_{plot}")
+    assert touching(opened, f"#{plot} + .legend button") == []
+    legend = opened.run(
+        f"return [...document.querySelectorAll('#{plot} + .legend button')].map(e => ["
+        "e.textContent, e.querySelector('line').getAttribute('stroke'),"
+        "e.querySelector('line').getAttribute('stroke-dasharray').replace('none', 'solid')])"
+    )
+    lines = opened.run(
+        f"return document.getElementById('{plot}').data.filter(t => t.name)"
+        ".map(t => [t.name, t.line.color, t.line.dash])"
+    )
+    assert legend == lines[::-1] and len(lines) > 30  # the best one is drawn last: above the others
+    assert len({(colour, dash) for _, colour, dash in lines}) == len(lines)
+    # A click isolates the line, here and in the others.
+    opened.press(f"#{plot} + .legend button:nth-child(3)")
+    assert " = ".join(opened.run("return state.isolated")) == legend[2][0]
+    dim = opened.run(
+        f"return [...document.querySelectorAll('#{plot} + .legend button')]"
+        ".map(e => e.classList.contains('dim'))"
+    )
+    assert dim.count(False) == 1 and not dim[2]
+
+
+def test_the_best_line_is_first(opened):
+    """So that it is above the others, in every figure."""
+    for problem in opened.run("return DATA.problems"):
+        losses = [line["mean"][-1] for line in problem["lines"] if not line["diverged"]]
+        assert losses == sorted(losses)
+
+
+@pytest.mark.parametrize("axis", ["steps", "seconds"])
+def test_labels_of_axes_do_not_touch(opened, axis):
+    opened.press(f"[data-axis={axis}]")
+    problems = range(opened.run("return DATA.problems.length"))
+    names = [f"{kind}-{i}" for kind in ("loss", "rates", "target") for i in problems]
+    for plot in ["ranks", "profile", *names]:
+        if not opened.run(f"return document.getElementById('{plot}')"):
+            continue
+        opened.plot(plot)
+        ticks = [f"document.querySelectorAll('#{plot} .{a}tick text').length" for a in "xy"]
+        opened.until(f"return Math.min({', '.join(ticks)}) > 1")
+        for of_axis in ("xtick", "ytick"):
+            assert touching(opened, f"#{plot} .{of_axis} text") == [], (plot, of_axis)
+        texts = opened.run(
+            f"return [...document.querySelectorAll('#{plot} .ytick text')].map(e => e.textContent)"
+        )
+        assert not [text for text in texts if "…" in text]
+
+
+@pytest.mark.parametrize("name", ["soap", "global_decay_row_wise_adagrad"])
+def test_the_isolated_optimizer_can_be_read(opened, name):
+    opened.run(f"location.hash = '{name}'")
+    opened.until(f"return String(state.isolated) === '{name}'")
+    button = "document.getElementById('isolated')"
+    assert opened.run(f"return {button}.scrollWidth <= {button}.clientWidth"), name
+    opened.run("location.hash = ''")
 
 
 def test_a_family_is_switched_off_and_on(opened):

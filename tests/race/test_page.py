@@ -136,6 +136,21 @@ def test_profile_by_hand():
     assert {row["runs"] for row in steps.values()} == {2}
 
 
+def test_the_page_has_the_best_lines_first():
+    """Which the script draws last, above the others, and names first in the legend."""
+    found = document(
+        result("slow", [[0.1, 0.1]], reached=(30, 30)),
+        result("fast", [[0.9, 0.9]], reached=(10, 10)),
+        result("one seed", [[0.2, 0.2]], reached=(10, None)),
+        result("none", [[None, None]], reached=(None, None)),
+    )
+    shown = page.data(found)
+    [lines] = [[line["names"] for line in problem["lines"]] for problem in shown["problems"]]
+    assert lines == [["slow"], ["one seed"], ["fast"], ["none"]]
+    profile = [row["names"] for row in shown["profile"]["steps"]]
+    assert profile == [["fast"], ["one seed"], ["slow"], ["none"]]
+
+
 def test_width_is_of_neighbouring_rates():
     losses = [[0.4, 0.4], [0.3, 0.3], [0.2, 0.2]]
     whole, gap = result("whole", losses), result("gap", [losses[0], [9.0, 9.0], [0.1, 0.1]])

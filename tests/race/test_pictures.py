@@ -69,6 +69,29 @@ def test_many_optimizers_have_a_row_for_each_family():
     assert len(plots.curves(many(3)).axes) == 1
 
 
+def test_lines_can_be_told_apart_and_the_best_is_above_the_others():
+    order = [3, 0, 7, 16, 1, 12, 5, 9, 2, 14, 4, 17, 6, 10, 8, 15, 11, 13]
+    results = [result(f"o{i:02}", [[0.1 * (1 + order.index(i))] * 2]) for i in range(18)]
+    [axes] = plots.curves(document(*results)).axes
+    assert len({(line.get_color(), str(line._dash_pattern)) for line in axes.lines}) == 18
+    ends = [line.get_ydata()[-1] for line in axes.lines]
+    assert ends == sorted(ends, reverse=True)
+    # The legend has the names in their order, each beside its own line.
+    legend = axes.get_legend()
+    assert [t.get_text() for t in legend.get_texts()] == [r["optimizer"] for r in results]
+    drawn = {line.get_ydata()[-1]: line.get_color() for line in axes.lines}
+    colors = [drawn[r["loss"]["mean"]] for r in results]
+    assert [line.get_color() for line in legend.get_lines()] == colors
+
+
+def test_a_legend_names_all_optimizers_of_a_line():
+    names = [f"name_of_an_optimizer_{i}" for i in range(4)]
+    [axes] = plots.curves(document(*[result(n, [[0.1, 0.2]]) for n in names])).axes
+    [text] = [t.get_text() for t in axes.get_legend().get_texts()]
+    assert text.replace("\n", " ") == " = ".join(names)
+    assert max(map(len, text.split("\n"))) <= 34
+
+
 def test_coinciding_optimizers_are_one_line():
     [axes] = plots.curves(document(*[result(n, [[0.1, 0.2]]) for n in ("adam", "b")])).axes
     assert [t.get_text() for t in axes.get_legend().get_texts()] == ["b = adam"]

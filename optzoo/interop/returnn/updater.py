@@ -137,14 +137,15 @@ def returnn_updater(
         ``returnn.tf.updater``, ``returnn.torch.updater`` and ``returnn.jax.updater``.
 
     Differences from the original:
-        An optimizer that is used with two numbers of micro-steps has a step count for each; there
-        both advance the same powers of Adam. ``gradient_nan_inf_filter`` makes an infinity in rows
-        zero, there it is 1e30. A parameter without a gradient does not decay. With version 2026
-        parameters decay on the last micro-step only; there a race condition decides. Summaries are
-        of the sum of a cycle, and ``extra_updates`` follow an update; there both are in every
-        micro-step. An optimizer that reads a global step is given one; there ``AdamGS`` always
-        reads the first. Torch's ``amsgrad``, ``dampening``, ``lr_decay`` and ``maximize``, and
-        classes other than SGD, Adam, AdamW, Adamax, Adagrad, Adadelta and RMSprop, are errors.
+        An optimizer with two numbers of micro-steps counts steps for each; in the original both
+        advance the same powers of Adam. ``gradient_nan_inf_filter`` sets an infinity in rows to
+        zero, not to 1e30. A parameter without a gradient does not decay. With version 2026
+        parameters decay on the last micro-step only; in the original a race condition decides.
+        Summaries are of the sum of a cycle, and ``extra_updates`` follow an update; in the original
+        both happen in every micro-step. Optimizers that read a global step receive it; the
+        original's ``AdamGS`` always reads the first. Torch's ``amsgrad``, ``dampening``,
+        ``lr_decay`` and ``maximize``, and classes other than SGD, Adam, AdamW, Adamax, Adagrad,
+        Adadelta and RMSprop, are errors.
     """
     options = read_options(config, layers)
     _check_decay_mask(config.get("optimizer"), options.backend, decay_mask)

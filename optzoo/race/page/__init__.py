@@ -149,8 +149,11 @@ def _rank_rows(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _profile(document: Mapping[str, Any], by: str) -> list[dict[str, Any]]:
-    rows = summary.profile(document, by)
-    return [row | {"ratios": [_short(v) for v in row["ratios"]]} for row in rows if row["runs"]]
+    """The profiles, the greatest area under the curve first."""
+    rows = [row for row in summary.profile(document, by) if row["runs"]]
+    end = max((v for row in rows for v in row["ratios"]), default=1.0)
+    rows.sort(key=lambda row: -sum(math.log(2 * end / v) for v in row["ratios"]))
+    return [row | {"ratios": [_short(v) for v in row["ratios"]]} for row in rows]
 
 
 def _thinned(number: int) -> list[int]:

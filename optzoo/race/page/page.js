@@ -18,14 +18,16 @@ for (const { name } of DATA.families)
 const escaped = text => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 const title = names => escaped(names.join(" = "));
 const brief = names => {
-  const first = names[0].length > 24 ? names[0].slice(0, 23) + "…" : names[0];
+  const first = names[0].length > 29 ? names[0].slice(0, 28) + "…" : names[0];
   return escaped(names.length > 1 ? `${first} +${names.length - 1}` : first);
 };
 const colour = names => {
   const levels = DARK.matches ? [68, 56, 80, 48] : [40, 52, 30, 62];
   return `hsl(${hue.get(family.get(names[0]))}, 75%, ${levels[place.get(names[0]) % 4]}%)`;
 };
-const dash = names => ["solid", "dash", "dot", "dashdot"][(place.get(names[0]) >> 2) % 4];
+// With four colours, 24 lines of a family can be told apart.
+const DASHES = ["solid", "9px,5px", "2px,3px", "9px,4px,2px,4px", "18px,5px", "18px,4px,2px,4px,2px,4px"];
+const dash = names => DASHES[(place.get(names[0]) >> 2) % DASHES.length];
 const number = value => (value == null ? "–" : String(Number(value.toPrecision(4))));
 
 const isOn = names => names.some(name => !state.off.has(name));
@@ -43,13 +45,29 @@ function layout(x, y, more = {}) {
   };
 }
 
+// Labels of a log axis: equal steps within a decade; in more the digits 1, 2, 5, or 1, 3, or powers
+// of ten, whichever have 50 pixels from each to the next.
+function logTicks(low, high, room) {
+  if (!(high > low)) return {};
+  const decades = Math.log10(high / low), most = room / 50;
+  if (decades >= 1) {
+    if (decades / 0.3 < most) return { dtick: "D2" };
+    if (decades / 0.47 > most) return { dtick: Math.ceil(decades / most) };
+    const first = Math.floor(Math.log10(low)), powers = Array.from({ length: decades + 2 }, (_, i) => first + i);
+    return { tickvals: powers.flatMap(power => [Number(`1e${power}`), Number(`3e${power}`)]) };
+  }
+  const step = (high - low) / 5, unit = 10 ** Math.floor(Math.log10(step));
+  return { dtick: `L${unit * [1, 2, 5, 10].find(n => n * unit >= step)}` };
+}
 const log = range => (range[0] > 0 ? range.map(Math.log10) : null);
 function lossAxis(problem) {
   const [low, high] = problem.range;
   if (state.y) {
-    const range = log([low * 0.9, high * 1.1]);
-    const dtick = range && range[1] - range[0] < 2.5 ? "D2" : null;
-    return { type: "log", title: { text: "loss" }, tickformat: "~g", dtick, ...(range && { range }) };
+    const ends = [low * 0.9, high * 1.1], range = log(ends);
+    return {
+      type: "log", title: { text: "loss" }, tickformat: "~g",
+      ...(range && { range, ...logTicks(...ends, 400) }),
+    };
   }
   const margin = 0.04 * (high - low || 1);
   return { type: "linear", title: { text: "loss" }, range: [low - margin, high + margin] };
@@ -57,7 +75,8 @@ function lossAxis(problem) {
 
 // ----------------------------------------------------------------------------- the figures
 function curves(lines, points, more) {
-  // Dim lines first, so that the bright ones are above them.
+  // Lines come best first. What is drawn later hides what is below: dim lines are drawn first, the
+  // best one last.
   const bright = lines.filter(line => isBright(line.names));
   const dim = lines.filter(line => isOn(line.names) && !isBright(line.names));
   const trace = isDim => line => ({
@@ -66,14 +85,14 @@ function curves(lines, points, more) {
     line: { color: colour(line.names), dash: dash(line.names), width: bright.length < 9 ? 2.4 : 1.4 },
     ...points(line), ...(isDim ? {} : more?.(line, bright.length)),
   });
-  return [...dim.map(trace(true)), ...bright.map(trace(false))];
+  return [...dim.map(trace(true)).reverse(), ...bright.map(trace(false)).reverse()];
 }
 
 const unit = line => (state.axis === "steps" ? 1 : line.seconds);
 const axisTitle = () => (state.axis === "steps" ? "step" : "seconds");
 
 const FIGURES = {
-  loss(problem) {
+  loss(problem, width) {
     const at = line => line.steps.map(step => step * unit(line));
     const traces = curves(problem.lines, line => ({
       x: at(line), y: line.mean,
@@ -92,6 +111,8 @@ const FIGURES = {
       };
     });
     const x = { title: { text: axisTitle() }, type: state.x ? "log" : "linear", tickformat: "~g" };
+    const ends = traces.flatMap(t => t.x.filter(v => v > 0));
+    if (state.x && ends.length) Object.assign(x, logTicks(Math.min(...ends), Math.max(...ends), width - 60));
     return [[...bands, ...traces], layout(x, lossAxis(problem))];
   },
 
@@ -119,7 +140,7 @@ const FIGURES = {
     return [traces, layout({ title: { text: "learning rate" }, type: "log", tickformat: "~g" }, lossAxis(problem))];
   },
 
-  target(problem) {
+  target(problem, width) {
     const rows = problem.lines.filter(line => line.reached.length).map(line => {
       const mean = line.reached.reduce((a, b) => a + b) / line.reached.length;
       const [low, high] = [Math.min(...line.reached), Math.max(...line.reached)];
@@ -134,12 +155,12 @@ const FIGURES = {
     // Those that some seeds did not reach are behind all others.
     rows.sort((a, b) => b.is_whole - a.is_whole || a.mean - b.mean);
     const name = state.axis === "steps" ? "steps to the target" : "seconds to the target";
-    return dots(rows, name, state.x);
+    return dots(rows, name, state.x, width);
   },
 
   ranks: () => dots(DATA.ranks.map(row => ({ ...row, is_whole: true, text: "" })), "mean rank", false),
 
-  profile() {
+  profile(_, width) {
     const rows = DATA.profile[state.axis];
     const end = Math.max(2, ...rows.flatMap(row => row.ratios)) * 1.1;
     const traces = curves(rows, row => ({
@@ -152,13 +173,16 @@ const FIGURES = {
     const about = rows.length ? [] : [{
       text: "no run reached a target", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5,
     }];
-    const x = { type: "log", title: { text: `${state.axis}, as a multiple of the least` } };
+    const x = {
+      type: "log", title: { text: `${state.axis}, as a multiple of the least` },
+      tickformat: "~g", ...logTicks(1, end, width - 60),
+    };
     return [traces, layout({ ...x, range: [0, Math.log10(end)] },
       { tickformat: ".0%", range: [0, 1.02] }, { annotations: about })];
   },
 };
 
-function dots(rows, name, isLog) {
+function dots(rows, name, isLog, width) {
   const on = rows.filter(row => isOn(row.names));
   const labels = on.map(row => brief(row.names));
   const color = on.map(row => (isBright(row.names) ? colour(row.names) : "rgba(128,128,128,0.25)"));
@@ -175,7 +199,9 @@ function dots(rows, name, isLog) {
     },
   };
   const y = { tickvals: on.map((_, i) => i), ticktext: labels, range: [on.length - 0.4, -0.6] };
-  const x = { title: { text: name }, type: isLog ? "log" : "linear" };
+  const x = { title: { text: name }, type: isLog ? "log" : "linear", tickformat: "~g" };
+  const ends = on.flatMap(row => [row.low, row.high]).filter(v => v > 0);
+  if (isLog) Object.assign(x, logTicks(Math.min(...ends), Math.max(...ends), width - 230));
   const about = on.length ? [] : [{
     text: "none", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5,
   }];
@@ -185,26 +211,54 @@ const dotsHeight = number => Math.max(220, 70 + 17 * number);
 
 // ------------------------------------------------------------------------- drawing, clicks
 const plots = [...document.querySelectorAll(".plot")], near = new Set(), stale = new Set(plots);
-let lastTap = -Infinity;
 
 function draw(div) {
   stale.delete(div);
-  const [traces, plan] = FIGURES[div.dataset.kind](DATA.problems[div.dataset.problem]);
+  const [traces, plan] = FIGURES[div.dataset.kind](DATA.problems[div.dataset.problem], div.clientWidth);
   const isFirst = !div.layout;
   // The user's zoom holds until the axes change.
   plan.uirevision = [state.axis, state.x, state.y].join();
-  // Plotly counts the touch and the mouse events of one tap as a double click.
-  const fingers = COARSE ? { doubleClick: false, doubleClickDelay: 0 } : { doubleClick: "reset" };
-  Plotly.react(div, traces, plan, { responsive: true, displayModeBar: false, ...fingers });
-  if (isFirst) div.on("plotly_click", event => {
-    if (COARSE && performance.now() - lastTap < 400) return;
-    lastTap = performance.now();
-    const point = event.points[0];
+  Plotly.react(div, traces, plan, {
+    responsive: true, displayModeBar: false, doubleClick: COARSE ? false : "reset",
+  });
+  if (!isFirst) return;
+  div.on("plotly_click", event => {
+    const [point] = event.points;
     isolate(point.customdata ?? point.data.meta);
   });
+  // Otherwise the browser sends mouse events after those of a tap: a second click, and one that
+  // removes the label of the point.
+  div.addEventListener("touchend", event => event.cancelable && event.preventDefault());
+}
+
+// The names of the lines of a figure, best first, each beside a piece of its line.
+function legend(box) {
+  const lines = box.dataset.problem ? DATA.problems[box.dataset.problem].lines : DATA.profile[state.axis];
+  box.replaceChildren(...lines.filter(line => isOn(line.names)).map(({ names }) => {
+    const entry = document.createElement("button");
+    entry.append(swatch(names), names.join(" = "));
+    entry.classList.toggle("dim", !isBright(names));
+    entry.addEventListener("click", () => isolate(names));
+    return entry;
+  }));
+}
+
+function swatch(names) {
+  const svg = (tag, attributes) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    return element;
+  };
+  const picture = svg("svg", { width: 36, height: 10, "aria-hidden": true });
+  picture.append(svg("line", {
+    x2: 36, y1: 5, y2: 5, stroke: colour(names), "stroke-width": 2.4,
+    "stroke-dasharray": dash(names) === "solid" ? "none" : dash(names),
+  }));
+  return picture;
 }
 
 function drawAll() {
+  document.querySelectorAll(".legend").forEach(legend);
   for (const div of plots) near.has(div) ? draw(div) : stale.add(div);
 }
 
@@ -246,7 +300,7 @@ function show() {
   press("#optimizers .chip", e => !state.off.has(e.dataset.name));
   const isolated = document.getElementById("isolated");
   isolated.hidden = !state.isolated;
-  isolated.textContent = state.isolated ? `✕ ${state.isolated.join(" = ")}` : "";
+  isolated.textContent = state.isolated ? `× ${state.isolated.join(" = ")}` : "";
   for (const row of document.querySelectorAll("tbody tr[data-name]")) {
     row.hidden = !isBright([row.dataset.name]);
   }

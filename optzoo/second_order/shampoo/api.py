@@ -246,12 +246,12 @@ def shampoo(
         <https://github.com/facebookresearch/optimizers>`_.
 
     Differences from the original:
-        The optimizer counts its steps; the original's default ``global_step=0`` is a constant,
-        with which an interval above 1 never ends. Scalars are accepted. ``preconditioner_interval``
-        may be a schedule. Roots that are not finite or not accurate are not used. Row-sparse
-        gradients with ``mat_gbar_decay`` other than 1 become dense; the original raises an
-        ``AssertionError``. Those of resource variables, which the original ignores, are used like
-        all others. ``ShampooW`` there passes its arguments in the wrong order.
+        The optimizer counts its steps; the original's default ``global_step=0`` is a constant, with
+        which an interval above 1 never ends. Scalars are accepted. ``preconditioner_interval`` may
+        be a schedule. Roots that are not finite or not accurate are not used. Row-sparse gradients
+        with ``mat_gbar_decay`` other than 1 become dense; the original raises an
+        ``AssertionError``. Row-sparse gradients of resource variables, which the original ignores,
+        are used. The original's ``ShampooW`` passes its arguments in the wrong order.
     """
     options = ShampooOptions(
         Cutting(max_matrix_size, block_size, merge_dims, skip_vectors, one_sided),
