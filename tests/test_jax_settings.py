@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optzoo
 
@@ -69,3 +70,24 @@ def test_a_step_moves_nothing_to_the_device(name):
         with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
             step(params, state, np.arange(8))
     assert np.isfinite(value)
+
+
+@pytest.fixture
+def without_shardy():
+    """XLA's older partitioner, which JAX still has."""
+    before = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", False)
+    yield
+    jax.config.update("jax_use_shardy_partitioner", before)
+
+
+@pytest.mark.parametrize("tx", [ADAM, optzoo.divide_states(ADAM, axis="data", min_size=1)])
+@pytest.mark.usefixtures("without_shardy")
+def test_a_mesh_without_shardy(tx):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    params = jnp.arange(32.0).reshape(8, 4)
+    expected, _ = ADAM.update(params, ADAM.init(params), params)
+    x = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+    with jax.set_mesh(mesh):
+        found, _ = jax.jit(tx.update)(x, jax.jit(tx.init)(x), x)
+    np.testing.assert_array_equal(found, expected)

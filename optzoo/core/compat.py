@@ -64,6 +64,8 @@ def make_primitive(
 
 
 def _lower_grouped(ctx: Any, new: Any, like: Any) -> list[Any]:
+    if not getattr(jax.config, "jax_use_shardy_partitioner", True):
+        return [new]  # XLA's older partitioner has no groups, and fails at those of Shardy
     group = ctx.module_context.new_channel()  # a number that nothing else has in this program
     for value in (new, like):
         sdy.sharding_group(value, group)
@@ -81,7 +83,8 @@ mlir.register_lowering(_grouped_p, _lower_grouped, cacheable=False)  # each with
 def group_shardings(new: Array, like: Array) -> Array:
     """``new``, which XLA divides over automatic axes of a mesh as ``like``, of the same shape.
 
-    It is ``jax.experimental.shard_alike``, which JAX 0.12 no longer has.
+    It is ``jax.experimental.shard_alike``, which JAX 0.12 no longer has. Where
+    ``jax_use_shardy_partitioner`` is off, XLA chooses.
     """
     return _grouped_p.bind(new, like)
 
