@@ -103,6 +103,8 @@ def read_program(jaxpr: Any) -> Graph:
 
     Calls are replaced by their operations. Functions with derivatives of their own stay.
     """
+    # From JAX 0.12 on a jaxpr keeps its constants, which may be tracers of the program around.
+    jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     program = inlined(jaxpr, None, PLAIN_CALLS, WITH_DERIVATIVES)
     simplify(program)
     return program
