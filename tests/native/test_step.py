@@ -219,6 +219,20 @@ def test_a_slot_that_is_read_for_all_elements_of_a_row():
     check_close(*both(tx, table(), table))
 
 
+def test_a_slot_of_rows_beside_groups_in_them_is_left_to_xla():
+    """Two groups in each row, and a number for each row."""
+
+    def update(g, s, params):
+        scaled = jax.lax.broadcast_in_dim(s, g.shape, (0,)) * g * params
+        return -scaled / jnp.max(jnp.abs(scaled), 2, keepdims=True), s
+
+    tx = optax.GradientTransformation(lambda x: jnp.arange(1.0, 1 + len(x)), update)
+    draw = functools.partial(table, shape=(3, 2, 4))
+    with pytest.raises(ValueError, match="have several lengths"):
+        jax.make_jaxpr(optzoo.native_step(tx, required=True))(draw(), tx.init(draw()), draw(1))
+    check_close(*both(tx, draw(), draw, required=False))
+
+
 def test_a_slot_of_rows_alone_is_left_to_xla():
     update = lambda g, state, params: (-g, state + jnp.sum((g + params) ** 2, 1))
     tx = optax.GradientTransformation(lambda x: jnp.zeros(len(x)), update)
@@ -964,7 +978,9 @@ def test_what_xla_does_is_an_error_where_native_code_is_required(tx, reason):
     check_close(expected, got)
 
 
-def of_rows(merged=True, twice=False, width=None, more=0, dtype=jnp.float32, turned=False):
+def of_rows(
+    merged=True, twice=False, width=None, more=0, dtype=jnp.float32, turned=False, smooth=False
+):
     """An optimizer of two slots, the second one of another shape or dtype."""
 
     def update(g, state, params=None):
@@ -972,7 +988,7 @@ def of_rows(merged=True, twice=False, width=None, more=0, dtype=jnp.float32, tur
         sums, others = state
         old = g.gather(sums)
         old = jnp.roll(old, 3, axis=1) if turned else old
-        new = old + g.values
+        new = old + (jax.nn.softplus(g.values) if smooth else g.values)
         written = g.scatter(sums, new)
         return g.with_values(-new), (
             g.scatter(written, g.values) if twice else written,
@@ -997,6 +1013,7 @@ def of_rows(merged=True, twice=False, width=None, more=0, dtype=jnp.float32, tur
         ({"width": 3}, None),
         ({"width": 2 * WIDTH}, None),
         ({"more": 1}, "its slots have other numbers of rows"),
+        ({"smooth": True}, None),  # XLA gives it the gradients
         ({"dtype": jnp.int16}, "the dtype int16 of `add` .* is not known"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,

@@ -170,6 +170,22 @@ def test_arrays_for_all_rows_and_by_position(kernels):
     check_close(expected, got)
 
 
+@pytest.mark.unique
+def test_numbers_of_rows_and_columns_of_a_table(kernels):
+    """They are those of the table, wherever its rows are in the list of ids."""
+
+    def update(g, state, params=None):
+        g = g.coalesce()
+        number = lambda axis: jax.lax.broadcasted_iota(jnp.float32, state.shape, axis)
+        new = g.gather(state) * g.gather(number(1) + number(0) / 100) + g.values
+        return g.with_values(-new), g.scatter(state, new)
+
+    tx = optax.GradientTransformation(jnp.ones_like, update)
+    expected, got = both(tx, table(shape=MANY), many_rows)
+    assert kernels
+    check_close(expected, got)
+
+
 class TwoSlots(NamedTuple):
     wide: Any
     narrow: Any
