@@ -1004,6 +1004,7 @@ def of_rows(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
+        ({"smooth": True}, None),  # of the gradients, which XLA computes before
         ({}, None),
         ({"merged": False}, "its rows may repeat, and are not merged"),
         ({"twice": True}, "its rows are written twice"),
@@ -1013,7 +1014,6 @@ def of_rows(
         ({"width": 3}, None),
         ({"width": 2 * WIDTH}, None),
         ({"more": 1}, "its slots have other numbers of rows"),
-        ({"smooth": True}, None),  # XLA gives it the gradients
         ({"dtype": jnp.int16}, "the dtype int16 of `add` .* is not known"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,

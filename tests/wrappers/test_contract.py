@@ -192,6 +192,20 @@ def test_strict_settings(wrap, inner, dtype):
         chex.assert_trees_all_equal(got, want)
 
 
+@wrapped_around("lazy_adam")
+def test_strict_promotion_with_float64(wrap, inner, x64):
+    """Of parameters of unlike dtypes; integers without a dtype have 64 bits then."""
+    with x64(True), jax.numpy_dtype_promotion("strict"):
+        of_two = lambda tree: {
+            "table": cast(tree["table"], "bfloat16"),
+            "layer": cast(tree["layer"], "float64"),
+        }
+        tx, x = wrap(INNER[inner]()), of_two(params())
+        state = jax.eval_shape(tx.init, x)
+        after = traced(tx, of_two(rows()), state, x)
+        assert avals(after) == avals(state)
+
+
 # Unusual trees
 
 
