@@ -208,6 +208,16 @@ def test_no_norm_of_parts_of_a_sum(tx):
             tx.update(grads, tx.init(None))
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_only_results_on_several_devices_are_placed(devices):
+    """On one device that would keep parameters from being freed which the update does not need."""
+    mesh = jax.make_mesh((devices,), ("d",), axis_types=(AxisType.Auto,),
+                         devices=jax.devices()[:devices])  # fmt: skip
+    x, tx = jax.device_put(jnp.ones((4, 2)), NamedSharding(mesh, P("d"))), optzoo.momentum(0.1, 0.9)
+    program = jax.make_jaxpr(tx.update)(x, tx.init(x), x)
+    assert ("optzoo_placed_as" in str(program)) == (devices > 1)
+
+
 def test_parameters_that_the_loss_reduces():
     """Their gradients are summed once, by JAX; a table is looked up as it is."""
     params = {"table": PARAMS["table"], "kernel": RNG.normal(size=(8, 3)).astype("float32")}
