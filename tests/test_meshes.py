@@ -209,12 +209,17 @@ def test_no_norm_of_parts_of_a_sum(tx):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_only_results_on_several_devices_are_placed(devices):
-    """On one device that would keep parameters from being freed which the update does not need."""
+def test_results_on_few_devices(devices):
+    """Counts are where the parameters are. On one device results are not placed.
+
+    That would keep parameters in memory which the update does not need.
+    """
     mesh = jax.make_mesh((devices,), ("d",), axis_types=(AxisType.Auto,),
                          devices=jax.devices()[:devices])  # fmt: skip
-    x, tx = jax.device_put(jnp.ones((4, 2)), NamedSharding(mesh, P("d"))), optzoo.momentum(0.1, 0.9)
-    program = jax.make_jaxpr(tx.update)(x, tx.init(x), x)
+    x, tx = jax.device_put(jnp.ones((4, 2)), NamedSharding(mesh, P("d"))), optzoo.adam(0.1)
+    state = tx.init(x)
+    assert {len(a.sharding.device_set) for a in jax.tree.leaves(state)} == {devices}
+    program = jax.make_jaxpr(tx.update)(x, state, x)
     assert ("optzoo_placed_as" in str(program)) == (devices > 1)
 
 
