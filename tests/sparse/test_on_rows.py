@@ -504,6 +504,20 @@ def test_missing_gradients_and_params():
     assert tx.update(nothing, tx.init(xs), xs)[0] == nothing
 
 
+def test_an_update_of_a_missing_gradient():
+    """Such as the decay of a parameter that the loss does not read."""
+    of_leaf = lambda g, x: -0.5 * x if g is None else -g
+
+    def update(gs, state, params):
+        return jax.tree.map(of_leaf, gs, params, is_leaf=lambda g: g is None), state
+
+    tx = on_rows(optax.GradientTransformation(lambda x: optax.EmptyState(), update))
+    xs = {"table": jnp.ones((5, 2)), "b": jnp.ones(3)}
+    updates, _ = tx.update({**table([1], [[1.0, 2]]), "b": None}, tx.init(xs), xs)
+    np.testing.assert_array_equal(updates["b"], [-0.5] * 3)
+    np.testing.assert_array_equal(updates["table"].to_dense()[1], [-1, -2])
+
+
 def test_params_that_are_missing_but_needed():
     tx, xs = on_rows(optax.adamw(0.1)), {"table": jnp.ones((5, 2))}
     with pytest.raises(ValueError, match="params"):
