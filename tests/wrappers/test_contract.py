@@ -219,6 +219,22 @@ def test_complex_gradients():
         assert avals(updates) == avals(x)
 
 
+def test_an_update_of_a_missing_gradient():
+    """That of the inner optimizer, such as a decay, is passed on."""
+    of_leaf = lambda g, x: -0.5 * x if g is None else -g
+
+    def update(gs, state, params):
+        return jax.tree.map(of_leaf, gs, params, is_leaf=lambda g: g is None), state
+
+    inner = optax.GradientTransformation(lambda x: optax.EmptyState(), update)
+    x = params()
+    grads = {**dense_grads(x), "layer": (None, jnp.ones(()))}
+    for name in WRAPPERS.keys() - {*REPLICAS}:
+        tx = WRAPPERS[name](inner)
+        updates, _ = jax.eval_shape(tx.update, grads, jax.eval_shape(tx.init, x), x)
+        assert avals(updates) == avals(x), name
+
+
 def test_a_gradient_of_another_shape_is_refused():
     """Also around an optimizer that would broadcast it."""
     more = {"accumulate": lambda tx: optzoo.accumulate(tx, 2), "stacked": optzoo.stacked}
