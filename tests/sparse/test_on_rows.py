@@ -269,6 +269,7 @@ MIXING = {
     "branch": (lambda g, x: jax.lax.cond(g.sum() > 0, lambda: g, lambda: x), "may mix"),
     "numpy": (lambda g, x: g * np.arange(len(g), dtype="f")[:, None], "a constant with the rows"),
     "rate by size": (lambda g, x: g / len(g), "depends on the number of rows"),
+    "size first": (lambda g, x: jnp.float32(len(g)) - g, "depends on the number of rows"),
     "choice by size": (lambda g, x: g if len(g) > 100 else -g, "depends on the number of rows"),
     "other shape": (lambda g, x: g[:, :1], r"of shape \(\d+, 1\) of one of shape \(\d+, 2\)"),
     "shape of old": (lambda g, x: g + jnp.ones((500, 2)), r"got .*\d+"),
