@@ -698,19 +698,28 @@ def test_parameters_are_not_converted_where_nothing_is_added():
     check_close(*both(tx, params, arrays), limit=2**-7)
 
 
+NORM_OF_A_CYCLE = optax.chain(
+    optzoo.accumulate(optzoo.lazy_adam(0.1), 2), optzoo.clip_by_global_norm(0.1)
+)
+
+
 def test_operations_after_a_branch_that_need_more_than_it_has():
     """The norm of the updates of a branch: the slots are in it, the parameters are not."""
-    inner = optzoo.accumulate(optzoo.lazy_adam(0.1), 2)
-    tx = optax.chain(inner, optzoo.clip_by_global_norm(0.1))
+    tx = NORM_OF_A_CYCLE
     check_close(*both(tx, arrays(9), arrays, steps=4, required=False))
+
+
+def test_what_leaves_a_branch():
+    """The updates and the state, not their squares too, which a norm outside of it needs."""
+    tx = NORM_OF_A_CYCLE
+    state = tx.init(arrays(9))
+    trace = lambda step: jax.make_jaxpr(step)(arrays(9), state, arrays(0))
     with pytest.raises(
         ValueError, match=r"updates 3 arrays: 'params a': .*: `cond` .*, `reduce_sum`"
     ):
-        both(tx, arrays(9), arrays)
-    state, step = tx.init(arrays(9)), optzoo.native_step(tx)
-    program = jax.make_jaxpr(step)(arrays(9), state, arrays(0))
+        trace(optzoo.native_step(tx, required=True))
+    program = trace(optzoo.native_step(tx))
     [branches] = [op for op in Graph.of(program.jaxpr).operations if op.name == "cond"]
-    # The updates and the state, not their squares too.
     assert len(branches.outs) == len(arrays(0)) + len(jax.tree.leaves(state[0].inner))
 
 
