@@ -21,6 +21,7 @@ from optzoo.state.storage.stored import unpack_state
 from optzoo.testing.samples import step_of, with_global_step
 
 from ..selection import KINDS, chosen_first
+from .of_users import greatest
 
 ROWS, WIDTH, IDS = 50, 6, 24
 # Where XLA's fused loops contract other products and sums, results differ by roundings: at most so
@@ -1064,6 +1065,20 @@ def test_rows_that_need_an_element_of_themselves():
 
     tx = optax.GradientTransformation(lambda x: jnp.zeros(len(x)), update)
     check_close(*both(tx, table(), rows))
+
+
+def test_groups_of_elements_of_rows():
+    """Two in each row, which are split and joined."""
+
+    def update(g, state, params=None):
+        g = g.coalesce()
+        pairs = (g.gather(state) + g.values).reshape(-1, 2, WIDTH // 2)
+        pairs /= 1 + greatest(pairs)
+        new = pairs.reshape(-1, WIDTH)
+        return g.with_values(-new), g.scatter(state, new)
+
+    tx = optax.GradientTransformation(jnp.ones_like, update)
+    check_close(*both(tx, table(), rows, steps=2))
 
 
 def test_rows_that_are_written_and_used_elsewhere():
