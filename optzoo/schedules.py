@@ -381,7 +381,8 @@ def manual_stepping(
     values = np.concatenate([rise.astype(_F32), values[1:]])
 
     def schedule(k):
-        i = jnp.minimum(jnp.asarray(k), bounds[0]) + jnp.sum(jnp.asarray(k) >= bounds[1:])
+        k = jnp.asarray(k)
+        i = jnp.minimum(k, bounds[0]) + jnp.sum(k >= bounds[1:], dtype=k.dtype)
         return jnp.asarray(values)[i]
 
     return schedule

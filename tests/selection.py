@@ -152,12 +152,12 @@ def _in_turn(cases: list[pytest.Item]) -> Iterator[tuple[pytest.Item, bool]]:
 
 
 def _values(item: pytest.Item) -> set[tuple[str, object]]:
-    """The values of the parameters of a case; places in their list, where they are no numbers."""
+    """The values of the parameters of a case; of objects, such as a list, which one it is."""
     case = getattr(item, "callspec", None)
     if case is None:
         return {("case", item.nodeid)}
     plain = lambda value: isinstance(value, str | int | float | bool | None)
-    return {(k, v if plain(v) else f"#{case.indices[k]}") for k, v in case.params.items()}
+    return {(k, v if plain(v) else f"#{id(v)}") for k, v in case.params.items()}
 
 
 def _does_not_apply(item: pytest.Item) -> bool:

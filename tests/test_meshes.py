@@ -208,6 +208,21 @@ def test_no_norm_of_parts_of_a_sum(tx):
             tx.update(grads, tx.init(None))
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_results_on_few_devices(devices):
+    """Counts are where the parameters are. On one device results are not placed.
+
+    That would keep parameters in memory which the update does not need.
+    """
+    mesh = jax.make_mesh((devices,), ("d",), axis_types=(AxisType.Auto,),
+                         devices=jax.devices()[:devices])  # fmt: skip
+    x, tx = jax.device_put(jnp.ones((4, 2)), NamedSharding(mesh, P("d"))), optzoo.adam(0.1)
+    state = tx.init(x)
+    assert {len(a.sharding.device_set) for a in jax.tree.leaves(state)} == {devices}
+    program = jax.make_jaxpr(tx.update)(x, state, x)
+    assert ("optzoo_placed_as" in str(program)) == (devices > 1)
+
+
 def test_parameters_that_the_loss_reduces():
     """Their gradients are summed once, by JAX; a table is looked up as it is."""
     params = {"table": PARAMS["table"], "kernel": RNG.normal(size=(8, 3)).astype("float32")}

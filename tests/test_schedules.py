@@ -44,6 +44,13 @@ def test_values_are_those_of_tensorflow(case):
     assert at.dtype == jnp.float32 and at.shape == ()
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_strict_promotion(enabled, x64):
+    with x64(enabled), jax.numpy_dtype_promotion("strict"):
+        step = jax.ShapeDtypeStruct((), "int32")
+        assert {jax.eval_shape(schedule_of(case), step).dtype.name for case in CASES} == {"float32"}
+
+
 # As configs
 
 X = {"w": jnp.array([1.0, -2.0])}

@@ -77,6 +77,17 @@ def test_a(a, b):
     assert quick(code, 9.0) == ["test_a[1-x]", "test_a[1-y]", "test_a[2-x]"]
 
 
+def test_values_may_be_objects(quick):
+    code = """
+@pytest.mark.every_value
+@pytest.mark.parametrize("b", [["x"], ["y"]])
+@pytest.mark.parametrize("a", [{1}, {2}])
+def test_a(a, b):
+    pass
+"""
+    assert quick(code, 9.0) == ["test_a[a0-b0]", "test_a[a0-b1]", "test_a[a1-b0]"]
+
+
 def test_what_does_not_apply_is_taken_out(pytester, monkeypatch):
     exempt = {"adam": {"test_a[x]": "a reason"}, "ftrl": {"test_a": "a reason"}}
     monkeypatch.setattr(selection, "EXEMPT", exempt)

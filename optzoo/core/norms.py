@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .gradients import check_arrays
-from .numerics import sqrt, upcast
+from .numerics import sqrt, upcast, wide_dtype
 from .rows import SparseRows, is_rows, map_rows
 
 
@@ -24,7 +24,8 @@ def norm(g: Any) -> Array:
 def global_norm(gradients: Iterable[Any]) -> Array:
     """The Euclidean norm of all gradients together; in float32 at least."""
     squares = sums_of_squares(g for g in gradients if g is not None)
-    return sqrt(sum(squares, jnp.zeros([], jnp.float32)))
+    dtype = wide_dtype(*squares)
+    return sqrt(sum((x.astype(dtype) for x in squares), jnp.zeros([], dtype)))
 
 
 def clipping_factor(norm: Any, max_norm: Any) -> Array:

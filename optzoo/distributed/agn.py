@@ -126,7 +126,7 @@ def agn(
         accumulated, since, came = per_replica.method
         state, is_slot = per_replica.inner, are_slots(inner, per_replica.inner)
         # The sum of the pushes also carries the counters of all replicas, side by side.
-        here = (jnp.arange(replicas.size) == replicas.index) & pushes
+        here = (replicas.ranks == replicas.index) & pushes
         place = lambda a: jnp.where(here.reshape(-1, *(1,) * a.ndim), a[None], 0)
         counters = jax.tree.map(lambda a, is_slot: None if is_slot else place(a), state, is_slot)
         mean = lambda x, a: jnp.where(pushes, a / since.astype(a.dtype), 0)

@@ -145,7 +145,7 @@ def drop_stale_gradient(
 
         step, dropped, of_inner = state.replicated
         first = params, of_inner, step, dropped
-        of_ranks = jnp.arange(replicas.size), *replicas.gather((active[None], read_at[None]))
+        of_ranks = replicas.ranks, *replicas.gather((active[None], read_at[None]))
         (x, of_inner, step, dropped), rows = lax.scan(turn, first, of_ranks)
         us = jax.tree.map(change, updates, x, params, rows, is_leaf=is_sparse_or_none)
         per_replica = DropStalePerReplica(jnp.where(active, step, last_read))

@@ -286,5 +286,5 @@ def _number_ahead(replicas: Replicas, fresh: Array, priority: Any) -> Array:
     rank = replicas.index
     priority = rank if priority is None else jnp.asarray(priority)
     all_fresh, priorities = replicas.gather((fresh[None], priority[None]))
-    ties = (priorities == priority) & (jnp.arange(replicas.size) < rank)
-    return jnp.sum(all_fresh & ((priorities < priority) | ties))
+    ties = (priorities == priority) & (replicas.ranks < rank)
+    return jnp.sum(all_fresh & ((priorities < priority) | ties), dtype=jnp.int32)

@@ -99,7 +99,8 @@ def scale_by_ggt(
         moments = [moment(leaf, t) for leaf in leaves]
         windows = _push([leaf.slots.grad_buffer for leaf in leaves], moments, p)
         real = filter(jnp.isrealobj, windows)  # a complex parameter is frozen: all zeros
-        row = sum((_products(w, p) for w in real), jnp.zeros(window))
+        row = jnp.zeros(window, shared["gram"].dtype)
+        row = sum((_products(w, p).astype(row.dtype) for w in real), row)
         row = row if axis_name is None else lax.psum(row, axis_name)
         is_p = jnp.arange(window, dtype=p.dtype) == p
         gram = jnp.where(is_p[None], row[:, None], shared["gram"])

@@ -141,9 +141,9 @@ def skip_spikes(
         return SkipSpikesState(zero(), zero(), losses, norms, state)
 
     def is_usual(value, before, count):
-        there = jnp.minimum(count, window)
+        there, places = jnp.minimum(count, window), jnp.arange(window, dtype=count.dtype)
         number = jnp.maximum(there, 1).astype(jnp.float32)
-        of_those = lambda values: jnp.sum(jnp.where(jnp.arange(window) < there, values, 0))
+        of_those = lambda values: jnp.sum(jnp.where(places < there, values, 0))
         mean = of_those(before) / number
         squares = of_those(jnp.square(before - mean))
         deviation = jnp.sqrt(squares / jnp.maximum(number - correction, 1))

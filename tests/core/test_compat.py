@@ -285,11 +285,12 @@ def test_gather_invarying():
     def f(a, b):
         whole = compat.gather_invarying({"a": a}, "r")["a"]
         found.append(compat.varying(whole))
-        return whole
+        return whole, compat.gather_invarying(a[None], "r", 1)
 
-    got = mapped(f, WHOLE)(X, X)  # refused if the type says that it varies
+    got, beside = mapped(f, WHOLE)(X, X)  # refused if the type says that it varies
     assert found[-1] == frozenset(), must
     np.testing.assert_array_equal(got, X, err_msg=must)
+    np.testing.assert_array_equal(beside, X[None], err_msg=must)
 
 
 def test_group_shardings():

@@ -199,6 +199,25 @@ def test_zipf_ids(dtype):
             np.testing.assert_allclose(sums, want[:-1], rtol=1e-5, atol=1e-5, err_msg=message)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sums_of_16_bits_are_rounded_once_on_gpus(dtype):
+    rng, rows = np.random.default_rng(7), 5
+    ids = rng.integers(0, rows, 700).astype("int32")
+    values = jnp.asarray(rng.uniform(size=(700, 4)), dtype)
+    table, want = jnp.zeros((rows, 4), dtype), np.zeros((rows, 4))
+    np.add.at(want, ids, np.asarray(values, "float64"))
+
+    def sums(ids, values):
+        wide = table.astype("float32") + SparseRows(ids, values, rows)
+        return sums_of(ids, values, table) | {"wide": wide}
+
+    got = jax.jit(on_platform(sums, "cuda"))(ids, values)
+    half = 0.502 * float(jnp.finfo(dtype).eps)
+    for name in ("merged", "added", "dense", "segments", "wide"):
+        error = 1e-6 if name == "wide" else half
+        np.testing.assert_allclose(np.float64(got[name]), want, rtol=error, err_msg=name)
+
+
 # Deferred rows
 
 DEFERRED = optzoo.caught_up(optzoo.adam(RATE), mask=True)

@@ -72,6 +72,18 @@ def test_adds_to_arrays_from_both_sides(array):
         np.testing.assert_array_equal(total, x + np.asarray(DENSE))
 
 
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_strict_promotion_of_rows_of_another_dtype(coalesced):
+    """The sum has the dtype of the array."""
+    g = rows([1, 3], [[1.0, 2], [3, 4]], coalesced=coalesced)
+    want = [[0, 0], [1, 2], [0, 0], [3, 4], [0, 0]]
+    with jax.numpy_dtype_promotion("strict"):
+        for of_array, of_rows in (("float32", "bfloat16"), ("bfloat16", "float32")):
+            total = jnp.zeros((5, 2), of_array) + g.astype(of_rows)
+            assert total.dtype == of_array
+            np.testing.assert_array_equal(total.astype("float32"), want)
+
+
 def test_does_not_add_to_another_shape():
     with pytest.raises(ValueError, match=r"\(5, 2\) do not fit \(6, 2\)"):
         jnp.zeros((6, 2)) + SOME

@@ -582,6 +582,17 @@ def wide_and_deep(names=()):
     }
 
 
+def test_strict_promotion_with_float64(x64):
+    """Of a decay that varies, which is computed in float32."""
+    averaged = optzoo.moving_average(optzoo.adam(0.1), 0.99, num_updates="count")
+    tx = optzoo.caught_up(averaged, mask=True)
+    step = optzoo.minimize(lambda x, ids: jnp.sum(optzoo.lookup(x, ids) ** 2), tx)
+    with x64(True), jax.numpy_dtype_promotion("strict"):
+        x = jnp.ones((5, 2), "float64")
+        after, *_ = step.lower(x, tx.init(x), jnp.array([1, 3], "int32")).out_info
+        assert after.dtype == "float64"
+
+
 def test_wide_and_deep_with_the_averages_of_tensorflow():
     """Each group has its average, and one is deferred: as one average around dense Adam."""
 

@@ -89,20 +89,24 @@ def test_a_moving_rate_may_be_wider_than_the_parameters(x64):
 
 
 @pytest.mark.every_value
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("with_float64", [True, False])
 @pytest.mark.parametrize("method", cases.METHODS)
-def test_strict_promotion(method, dtype):
+def test_strict_promotion(method, with_float64, x64):
     """No dtype is promoted without a word: neither in a step that exchanges nor in another one."""
     tx = cases.METHODS[method](optzoo.adam(0.1), cases.REPLICAS)
-    masks = np.ones(cases.REPLICAS, bool)
+    extra = dict.fromkeys(("active", "arrived"), np.ones(cases.REPLICAS, bool))
+    if "diloco" in method:
+        extra["weight"] = np.ones(cases.REPLICAS, np.float32)
 
-    def step(params, state, grads, mask):
-        updates, state = tx.update(grads, state, params, active=mask, arrived=mask)
+    def step(params, state, grads, extra):
+        updates, state = tx.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
-    with jax.numpy_dtype_promotion("strict"):
-        params = {"a": jnp.ones((2, 3), dtype), "b": jnp.zeros(4, dtype)}
+    dtypes = ("bfloat16", "float64") if with_float64 else ("bfloat16", "float32")
+    with x64(with_float64), jax.numpy_dtype_promotion("strict"):
+        params = {"a": jnp.ones((2, 3), dtypes[0]), "b": jnp.zeros(4, dtypes[1])}
         x, state = optzoo.replicas.replicate(params, tx.init(params), cases.REPLICAS)
-        grads = {name: jnp.ones((cases.REPLICAS, *a.shape), dtype) for name, a in params.items()}
-        after = jax.eval_shape(optzoo.replicas.map_over_replicas(step), x, state, grads, masks)
-    assert samples.avals(after) == samples.avals((x, state))
+        of_all = lambda a: jnp.ones((cases.REPLICAS, *a.shape), a.dtype)
+        grads = jax.tree.map(of_all, params)
+        after = jax.eval_shape(optzoo.replicas.map_over_replicas(step), x, state, grads, extra)
+        assert samples.avals(after) == samples.avals((x, state))

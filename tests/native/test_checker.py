@@ -50,9 +50,9 @@ def of_pairs(x, f):
     return f(x.reshape(-1, 2, x.shape[1] // 2)).reshape(x.shape)
 
 
-def filled(x):
+def filled(x, beyond=0.0):
     """Rows of 4 elements in groups of 3, of which the last one is filled up."""
-    x = jnp.concatenate([x, jnp.zeros((len(x), 2))], 1).reshape(-1, 2, 3)
+    x = jnp.concatenate([x, jnp.broadcast_to(beyond, (len(x), 2))], 1).reshape(-1, 2, 3)
     return (x - greatest(x)).reshape(-1, 6)[:, :4]
 
 
@@ -97,6 +97,7 @@ WRONG = {
         {},
         f"`slice`.* {WRITTEN}",
     ),
+    "groups filled up by others": (lambda g, x, s: (filled(x, x[:, :2]), s), {}, WRITTEN),
     "other rows": (lambda g, x, s: (x - x[::-1], s), {}, "`rev`.* is not known"),
     "the row before": (
         lambda g, x, s: (x - jnp.broadcast_to(x[:, 0][None], x.shape), s),

@@ -21,6 +21,7 @@ from optzoo.state.storage.stored import unpack_state
 from optzoo.testing.samples import step_of, with_global_step
 
 from ..selection import KINDS, chosen_first
+from .of_users import greatest
 
 ROWS, WIDTH, IDS = 50, 6, 24
 # Where XLA's fused loops contract other products and sums, results differ by roundings: at most so
@@ -217,6 +218,20 @@ def test_a_slot_that_is_read_for_all_elements_of_a_row():
 
     tx = optax.GradientTransformation(lambda x: jnp.ones(len(x)), update)
     check_close(*both(tx, table(), table))
+
+
+def test_a_slot_of_rows_beside_groups_in_them_is_left_to_xla():
+    """Two groups in each row, and a number for each row."""
+
+    def update(g, s, params):
+        scaled = jax.lax.broadcast_in_dim(s, g.shape, (0,)) * g * params
+        return -scaled / jnp.max(jnp.abs(scaled), 2, keepdims=True), s
+
+    tx = optax.GradientTransformation(lambda x: jnp.arange(1.0, 1 + len(x)), update)
+    draw = functools.partial(table, shape=(3, 2, 4))
+    with pytest.raises(ValueError, match="have several lengths"):
+        jax.make_jaxpr(optzoo.native_step(tx, required=True))(draw(), tx.init(draw()), draw(1))
+    check_close(*both(tx, draw(), draw, required=False))
 
 
 def test_a_slot_of_rows_alone_is_left_to_xla():
@@ -684,19 +699,28 @@ def test_parameters_are_not_converted_where_nothing_is_added():
     check_close(*both(tx, params, arrays), limit=2**-7)
 
 
+NORM_OF_A_CYCLE = optax.chain(
+    optzoo.accumulate(optzoo.lazy_adam(0.1), 2), optzoo.clip_by_global_norm(0.1)
+)
+
+
 def test_operations_after_a_branch_that_need_more_than_it_has():
     """The norm of the updates of a branch: the slots are in it, the parameters are not."""
-    inner = optzoo.accumulate(optzoo.lazy_adam(0.1), 2)
-    tx = optax.chain(inner, optzoo.clip_by_global_norm(0.1))
+    tx = NORM_OF_A_CYCLE
     check_close(*both(tx, arrays(9), arrays, steps=4, required=False))
+
+
+def test_what_leaves_a_branch():
+    """The updates and the state, not their squares too, which a norm outside of it needs."""
+    tx = NORM_OF_A_CYCLE
+    state = tx.init(arrays(9))
+    trace = lambda step: jax.make_jaxpr(step)(arrays(9), state, arrays(0))
     with pytest.raises(
         ValueError, match=r"updates 3 arrays: 'params a': .*: `cond` .*, `reduce_sum`"
     ):
-        both(tx, arrays(9), arrays)
-    state, step = tx.init(arrays(9)), optzoo.native_step(tx)
-    program = jax.make_jaxpr(step)(arrays(9), state, arrays(0))
+        trace(optzoo.native_step(tx, required=True))
+    program = trace(optzoo.native_step(tx))
     [branches] = [op for op in Graph.of(program.jaxpr).operations if op.name == "cond"]
-    # The updates and the state, not their squares too.
     assert len(branches.outs) == len(arrays(0)) + len(jax.tree.leaves(state[0].inner))
 
 
@@ -862,7 +886,7 @@ def test_arrays_with_numbers_of_rows_that_xla_shards_are_left_to_xla():
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("axes", [{"x", "y"}, {"x"}])
+@pytest.mark.parametrize("axes", [{"x"}, {"x", "y"}])
 @pytest.mark.parametrize("branches", [False, True])
 def test_inside_of_shard_map(axes, branches):
     mesh, tx = mesh_of(2, 4), optzoo.lazy_adam(0.1)
@@ -964,7 +988,9 @@ def test_what_xla_does_is_an_error_where_native_code_is_required(tx, reason):
     check_close(expected, got)
 
 
-def of_rows(merged=True, twice=False, width=None, more=0, dtype=jnp.float32, turned=False):
+def of_rows(
+    merged=True, twice=False, width=None, more=0, dtype=jnp.float32, turned=False, smooth=False
+):
     """An optimizer of two slots, the second one of another shape or dtype."""
 
     def update(g, state, params=None):
@@ -972,7 +998,7 @@ def of_rows(merged=True, twice=False, width=None, more=0, dtype=jnp.float32, tur
         sums, others = state
         old = g.gather(sums)
         old = jnp.roll(old, 3, axis=1) if turned else old
-        new = old + g.values
+        new = old + (jax.nn.softplus(g.values) if smooth else g.values)
         written = g.scatter(sums, new)
         return g.with_values(-new), (
             g.scatter(written, g.values) if twice else written,
@@ -988,6 +1014,7 @@ def of_rows(merged=True, twice=False, width=None, more=0, dtype=jnp.float32, tur
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
+        ({"smooth": True}, None),  # of the gradients, which XLA computes before
         ({}, None),
         ({"merged": False}, "its rows may repeat, and are not merged"),
         ({"twice": True}, "its rows are written twice"),
@@ -1038,6 +1065,20 @@ def test_rows_that_need_an_element_of_themselves():
 
     tx = optax.GradientTransformation(lambda x: jnp.zeros(len(x)), update)
     check_close(*both(tx, table(), rows))
+
+
+def test_groups_of_elements_of_rows():
+    """Two in each row, which are split and joined."""
+
+    def update(g, state, params=None):
+        g = g.coalesce()
+        pairs = (g.gather(state) + g.values).reshape(-1, 2, WIDTH // 2)
+        pairs /= 1 + greatest(pairs)
+        new = pairs.reshape(-1, WIDTH)
+        return g.with_values(-new), g.scatter(state, new)
+
+    tx = optax.GradientTransformation(jnp.ones_like, update)
+    check_close(*both(tx, table(), rows, steps=2))
 
 
 def test_rows_that_are_written_and_used_elsewhere():

@@ -100,11 +100,14 @@ def test_numbers_of_ids(kernels, ids):
     assert kernels
 
 
+@pytest.mark.unique
 def test_copies_are_waited_for(monkeypatch):
     """On a simulated TPU on which rows arrive, and leave, as late as they may."""
     params = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan")
     kernels = interpreted(monkeypatch, params)
-    expected, got = both(optzoo.lazy_adam(0.1), table(shape=MANY), many_rows, steps=2)
+    monkeypatch.setattr("optzoo.native.tpu_kernel._BLOCK", 8)
+    drawn = lambda seed: rows(seed, ids=40)  # in five blocks
+    expected, got = both(optzoo.lazy_adam(0.1), table(), drawn, steps=1)
     check_close(expected, got)
     assert kernels
 
@@ -167,6 +170,22 @@ def test_arrays_for_all_rows_and_by_position(kernels):
     tx = optzoo.rules.leafwise(rule, slots=OneSlot(optzoo.rules.zeros))
     expected, got = both(tx, table(shape=MANY), many_rows)
     assert (1, 6) in [v.shape for v in kernels[0].streams]
+    check_close(expected, got)
+
+
+@pytest.mark.unique
+def test_numbers_of_rows_and_columns_of_a_table(kernels):
+    """They are those of the table, wherever its rows are in the list of ids."""
+
+    def update(g, state, params=None):
+        g = g.coalesce()
+        number = lambda axis: jax.lax.broadcasted_iota(jnp.float32, state.shape, axis)
+        new = g.gather(state) * g.gather(number(1) + number(0) / 100) + g.values
+        return g.with_values(-new), g.scatter(state, new)
+
+    tx = optax.GradientTransformation(jnp.ones_like, update)
+    expected, got = both(tx, table(shape=MANY), many_rows)
+    assert kernels
     check_close(expected, got)
 
 

@@ -73,6 +73,17 @@ def test_arrays_of_one_shape_have_a_kernel_each(monkeypatch):
         )
 
 
+@pytest.mark.unique
+def test_products_are_of_16_bits():
+    """As the matrix unit takes them: others would be several passes, or be converted for each."""
+    _, call = call_of(in_8_bits(optzoo.adam(0.1)), (1, 384))
+    avals = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in call.ins]
+    program = jax.make_jaxpr(tpu_leaf_kernel(call.parts[0], interpret=True))(*avals)
+    [kernel] = [e.params["jaxpr"] for e in program.eqns if e.primitive.name == "pallas_call"]
+    products = [e for e in kernel.eqns if e.primitive.name == "dot_general"]
+    assert {v.aval.dtype.name for e in products for v in e.invars} == {"bfloat16"}
+
+
 def test_rows_have_none():
     tx, x = optzoo.row_wise_lamb(0.1), draw((32, 256), 0)
     step = jax.jit(optzoo.native_step(tx, required=True)).trace(x, tx.init(x), x)

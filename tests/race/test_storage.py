@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 
 import optax
 import pytest
@@ -172,6 +173,23 @@ def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path, monkeypatch):
     with locked(path):
         assert path.exists()
     assert len(calls) == 2 and calls[0].closed
+
+
+def test_windows_is_asked_again(tmp_path, monkeypatch):
+    """It has no lock that waits for as long as it takes."""
+    asked = []
+
+    def locking(descriptor, how, nbytes):
+        asked.append((how, nbytes))
+        if len(asked) < 3:
+            raise PermissionError
+
+    windows = types.SimpleNamespace(locking=locking, LK_NBLCK="not blocking")
+    monkeypatch.setattr(locks, "msvcrt", windows, raising=False)
+    monkeypatch.setattr(locks, "sys", types.SimpleNamespace(platform="win32"))
+    monkeypatch.setattr(locks, "time", types.SimpleNamespace(sleep=lambda seconds: None))
+    with locked(tmp_path / ".lock"):
+        assert asked == 3 * [("not blocking", 1)]
 
 
 def test_without_locks_there_is_a_warning(tmp_path, monkeypatch):

@@ -180,6 +180,16 @@ def test_dtypes_mix_and_sizes_are_any():
     np.testing.assert_allclose(got, want, atol=0.05 * np.abs(want).max())
 
 
+def test_strict_promotion_with_float64(x64):
+    tx = ggt(0.1, window=4)
+    with x64(True), jax.numpy_dtype_promotion("strict"):
+        x = [jnp.ones(2, "float64"), jnp.ones((2, 3), "bfloat16")]
+        state = jax.eval_shape(tx.init, x)
+        updates, after = jax.eval_shape(tx.update, x, state, x)
+        assert avals(after) == avals(state)
+        assert avals(updates) == avals(x)
+
+
 def test_window_of_16_bits():
     """Half the bytes; a direction within one part in a hundred; and the tail magnifies nothing."""
     x = {"a": jnp.ones((30, 40)), "b": jnp.ones(300)}

@@ -269,6 +269,7 @@ MIXING = {
     "branch": (lambda g, x: jax.lax.cond(g.sum() > 0, lambda: g, lambda: x), "may mix"),
     "numpy": (lambda g, x: g * np.arange(len(g), dtype="f")[:, None], "a constant with the rows"),
     "rate by size": (lambda g, x: g / len(g), "depends on the number of rows"),
+    "size first": (lambda g, x: jnp.float32(len(g)) - g, "depends on the number of rows"),
     "choice by size": (lambda g, x: g if len(g) > 100 else -g, "depends on the number of rows"),
     "other shape": (lambda g, x: g[:, :1], r"of shape \(\d+, 1\) of one of shape \(\d+, 2\)"),
     "shape of old": (lambda g, x: g + jnp.ones((500, 2)), r"got .*\d+"),
@@ -502,6 +503,20 @@ def test_missing_gradients_and_params():
         np.testing.assert_allclose(again["table"].to_dense(), 1.9 * want["table"], rtol=1e-6)
     nothing = jax.tree.map(lambda _: None, xs)
     assert tx.update(nothing, tx.init(xs), xs)[0] == nothing
+
+
+def test_an_update_of_a_missing_gradient():
+    """Such as the decay of a parameter that the loss does not read."""
+    of_leaf = lambda g, x: -0.5 * x if g is None else -g
+
+    def update(gs, state, params):
+        return jax.tree.map(of_leaf, gs, params, is_leaf=lambda g: g is None), state
+
+    tx = on_rows(optax.GradientTransformation(lambda x: optax.EmptyState(), update))
+    xs = {"table": jnp.ones((5, 2)), "b": jnp.ones(3)}
+    updates, _ = tx.update({**table([1], [[1.0, 2]]), "b": None}, tx.init(xs), xs)
+    np.testing.assert_array_equal(updates["b"], [-0.5] * 3)
+    np.testing.assert_array_equal(updates["table"].to_dense()[1], [-1, -2])
 
 
 def test_params_that_are_missing_but_needed():

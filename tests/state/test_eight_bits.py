@@ -779,6 +779,19 @@ def test_small_elements_of_a_group_move_less(dtype, stochastic):
     np.testing.assert_allclose(got, [float(cell) for cell in row.split("|")[2:-1]], rtol=0.05)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_strict_promotion(dtype, stochastic):
+    """Of a table whose scales are beside codes, and of an array whose scales are apart."""
+    tx = slots_dtype(optzoo.lazy_adam(0.1), dtype, stochastic=stochastic)
+    x = {"table": jnp.ones((5, 40), jnp.bfloat16), "w": jnp.ones((2, 3, 64))}
+    rows = SparseRows(jnp.array([3, 1]), jnp.ones((2, 40), jnp.bfloat16), 5)
+    with jax.numpy_dtype_promotion("strict"):
+        state = jax.eval_shape(tx.init, x)
+        _, after = jax.eval_shape(tx.update, {"table": rows, "w": x["w"]}, state, x)
+    assert samples.avals(after) == samples.avals(state)
+
+
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_mean_squares_of_constant_gradients_stop(stochastic):
     """As the page says: a step would be the rate, and a mean square 1."""

@@ -192,6 +192,20 @@ def test_strict_settings(wrap, inner, dtype):
         chex.assert_trees_all_equal(got, want)
 
 
+@wrapped_around("lazy_adam")
+def test_strict_promotion_with_float64(wrap, inner, x64):
+    """Of parameters of unlike dtypes; integers without a dtype have 64 bits then."""
+    with x64(True), jax.numpy_dtype_promotion("strict"):
+        of_two = lambda tree: {
+            "table": cast(tree["table"], "bfloat16"),
+            "layer": cast(tree["layer"], "float64"),
+        }
+        tx, x = wrap(INNER[inner]()), of_two(params())
+        state = jax.eval_shape(tx.init, x)
+        after = traced(tx, of_two(rows()), state, x)
+        assert avals(after) == avals(state)
+
+
 # Unusual trees
 
 
@@ -203,6 +217,22 @@ def test_complex_gradients():
     for tx in (*wrapped, optzoo.on_rows(inner)):
         updates, _ = jax.eval_shape(tx.update, x, jax.eval_shape(tx.init, x), x)
         assert avals(updates) == avals(x)
+
+
+def test_an_update_of_a_missing_gradient():
+    """That of the inner optimizer, such as a decay, is passed on."""
+    of_leaf = lambda g, x: -0.5 * x if g is None else -g
+
+    def update(gs, state, params):
+        return jax.tree.map(of_leaf, gs, params, is_leaf=lambda g: g is None), state
+
+    inner = optax.GradientTransformation(lambda x: optax.EmptyState(), update)
+    x = params()
+    grads = {**dense_grads(x), "layer": (None, jnp.ones(()))}
+    for name in WRAPPERS.keys() - {*REPLICAS}:
+        tx = WRAPPERS[name](inner)
+        updates, _ = jax.eval_shape(tx.update, grads, jax.eval_shape(tx.init, x), x)
+        assert avals(updates) == avals(x), name
 
 
 def test_a_gradient_of_another_shape_is_refused():

@@ -350,6 +350,16 @@ def test_bad_losses():
             assert update(value=kind(value))[1].losses[0] == value
 
 
+@pytest.mark.parametrize("dtypes", [("float64", "float32"), ("float32", "bfloat16")])
+def test_strict_promotion_of_unlike_gradients(dtypes, x64):
+    tx = optzoo.skip_spikes(optax.sgd(0.1), on=("loss", "norm"))
+    with x64(True), jax.numpy_dtype_promotion("strict"):
+        x = [np.ones(2, dtype) for dtype in dtypes]
+        state = jax.eval_shape(tx.init, x)
+        after = jax.eval_shape(lambda state: tx.update(x, state, x, value=1.0)[1], state)
+        assert samples.avals(after) == samples.avals(state)
+
+
 def test_description():
     tx = optzoo.skip_spikes(optzoo.adam(0.1))
     state = tx.init(params())

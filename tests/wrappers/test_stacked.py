@@ -118,10 +118,6 @@ REFUSED = {
         ),
         r"parameter 'layers/1/(bias|kernel)' are not .* \(they differ in mul\)",
     ),
-    "ranks": (
-        optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda x: jnp.ndim(x) > 1, tree)),
-        "parameter 'layers/1/bias' are not",
-    ),
     "sizes": (
         optax.stateless(lambda g, _: jax.tree.map(lambda x: x / x.size, g)),
         r"parameter 'layers/1/bias' are not .* \(they differ in div\)",
@@ -143,6 +139,10 @@ REFUSED |= {
     "rows": (
         optzoo.variable_clipping(optax.sgd(0.1), {".*kernel": (1,)}, 1.0),
         "is stacked with others along the first axis",
+    ),
+    "ranks": (
+        optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda x: jnp.ndim(x) > 1, tree)),
+        "parameter 'layers/1/bias' are not",
     ),
 }
 # Not found by the operations of the update.

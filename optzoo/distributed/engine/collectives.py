@@ -83,6 +83,11 @@ class Replicas:
         _ = self.size  # raises a clearer error
         return lax.axis_index(self.axis_name)
 
+    @property
+    def ranks(self) -> Array:
+        """The ranks of all replicas, in the dtype of :attr:`index`."""
+        return jnp.arange(self.size, dtype=jnp.int32)
+
     def sum(self, tree: Any) -> Any:
         """The sum over all replicas: one message for each dtype, and for each large array."""
         if self.axis_name is None:

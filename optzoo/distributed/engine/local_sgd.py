@@ -289,7 +289,7 @@ class _Driver:
             return exchange(participates, *moved, **extra_args)
         is_next = lambda rank: participates & (self.replicas.index == rank)
         turn = lambda moved, rank: (exchange(is_next(rank), *moved, **extra_args), None)
-        return lax.scan(turn, moved, jnp.arange(self.replicas.size))[0]
+        return lax.scan(turn, moved, self.replicas.ranks)[0]
 
 
 def _of_all_rows(u: Any, x: Any) -> Any:

@@ -208,7 +208,7 @@ def _to_scale(scale: Array) -> Array:
     # Signed: older compilers for TPUs have no greatest of unsigned integers in kernels.
     kept = ((pattern + half) >> _DROPPED).astype(jnp.int32)
     code = jnp.clip(kept - np.int32(_BASE), 0, np.int32(_NAN - 1))
-    return jnp.where(jnp.isnan(scale), _NAN, code).astype(jnp.uint16)
+    return jnp.where(jnp.isnan(scale), np.int32(_NAN), code).astype(jnp.uint16)
 
 
 def _from_scale(code: Array) -> Array:

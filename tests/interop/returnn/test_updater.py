@@ -280,6 +280,18 @@ def test_accumulation_follows_the_global_step():
     assert still == [True, False, True, True, False, True]
 
 
+@pytest.mark.parametrize("interval", [None, 4])
+def test_positions_in_cycles_where_counts_end(interval):
+    """Of accumulation, and of a dynamic learning rate."""
+    dynamic = interval and {"interval": interval, "decay": 0.5}
+    config = {"optimizer": {"class": "sgd"}, "accum_grad_multiple_step": 3}
+    tx, x = returnn_updater({**config, "dynamic_learning_rate": dynamic}), jnp.ones(2)
+    last = np.int32(2**31 - 1)
+    _, after = tx.update(x, tx.init(x)._replace(count=last), x)
+    assert 0 < after.count <= last
+    assert (int(after.count) - int(last) - 1) % (3 * (interval or 1)) == 0
+
+
 def test_what_counts_the_steps_of_the_original_counts_updates():
     """Adam on a global step is Adam, and follows a step that is given."""
     gs, adam = make({"optimizer": {"class": "adamgs", "epsilon": 1e-8}}), make()
