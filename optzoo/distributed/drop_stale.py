@@ -116,6 +116,7 @@ def drop_stale_gradient(
         # Row ids are added as integers: all replicas but one add zeros.
         plain = map_rows(lambda g: (g.indices, g.values), updates)
         rows_like = lambda like, g: like.with_rows(*g) if is_rows(like) else g
+        moves: list[bool] = []  # for each parameter, whether the inner optimizer updates it
 
         def turn(carry, of_rank):
             x, of_inner, step, dropped = carry
@@ -125,6 +126,7 @@ def drop_stale_gradient(
                 g = replicas.sum_where(replicas.index == rank, plain)
                 g = jax.tree.map(rows_like, updates, g, is_leaf=is_rows)
                 us, new = inner.update(g, of_inner, x, **extra_args)
+                moves[:] = (u is not None for u in jax.tree.leaves(us, is_leaf=is_sparse_or_none))
                 rows = jax.tree.map(lambda u: u if is_rows(u) else None, us, is_leaf=is_rows)
                 return apply_not_none(x, us), new, rows
 
@@ -135,19 +137,21 @@ def drop_stale_gradient(
             carry = x, of_inner, step + one(active & fits), dropped + one(active & ~fits)
             return carry, rows
 
-        def change(g, new, old, rows):
-            if g is None:
+        def change(g, moves, new, old, rows):
+            if not moves:
                 return None
             if is_rows(rows):  # from all turns
                 values = rows.values.reshape(-1, *rows.values.shape[2:])
                 return rows.with_rows(rows.indices.ravel(), values)
-            return (new - old).astype(g.dtype)
+            return (new - old).astype(old.dtype if g is None else g.dtype)
 
         step, dropped, of_inner = state.replicated
         first = params, of_inner, step, dropped
         of_ranks = replicas.ranks, *replicas.gather((active[None], read_at[None]))
         (x, of_inner, step, dropped), rows = lax.scan(turn, first, of_ranks)
-        us = jax.tree.map(change, updates, x, params, rows, is_leaf=is_sparse_or_none)
+        treedef = jax.tree.structure(updates, is_leaf=is_sparse_or_none)
+        of_each = treedef.unflatten(moves), x, params, rows
+        us = jax.tree.map(change, updates, *of_each, is_leaf=is_sparse_or_none)
         per_replica = DropStalePerReplica(jnp.where(active, step, last_read))
         return us, SharedParamsState(DropStaleReplicated(step, dropped, of_inner), per_replica)
 
