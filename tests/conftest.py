@@ -8,8 +8,6 @@ import sys
 
 import jax
 import pytest
-from jax._src import pjit
-from jax._src.interpreters import pxla
 
 from optzoo import CATALOG
 from optzoo.testing import samples
@@ -111,11 +109,12 @@ def few_programs(request):
 
 
 LOOKED = pytest.StashKey[int]()
-LOWERED = [
-    getattr(module, name)
-    for module, name in ((pxla, "_cached_lowering_to_hlo"), (pjit, "_pjit_lower"))
-    if jax.__version_info__ < (0, 12)
-]
+LOWERED = []
+if jax.__version_info__ < (0, 12):
+    from jax._src import pjit
+    from jax._src.interpreters import pxla
+
+    LOWERED = [pxla._cached_lowering_to_hlo, pjit._pjit_lower]
 
 
 @pytest.fixture(autouse=True)

@@ -60,7 +60,7 @@ def test_no_step_on_a_mesh_keeps_tracers(name):
 
 @pytest.mark.parametrize("name", ["caught_up", "int8 at random", "skip_spikes"])
 def test_a_step_moves_nothing_to_the_device(name):
-    """Once it is compiled, nor before."""
+    """Neither while it is compiled nor afterwards."""
     step = optzoo.minimize(loss, WRAPPED[name], has_aux=True)
     params = jax.tree.map(jnp.copy, PARAMS)
     state = WRAPPED[name].init(params)

@@ -137,8 +137,8 @@ def drop_stale_gradient(
             carry = x, of_inner, step + one(active & fits), dropped + one(active & ~fits)
             return carry, rows
 
-        def change(g, moves, new, old, rows):
-            if not moves:
+        def change(g, is_moved, new, old, rows):
+            if not is_moved:
                 return None
             if is_rows(rows):  # from all turns
                 values = rows.values.reshape(-1, *rows.values.shape[2:])

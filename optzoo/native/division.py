@@ -55,14 +55,14 @@ class Division:
         try:
             if reason is None:
                 verify(program.operations, program.inputs, program.results, "read_program")
-                self.nodes = self._divide(program, kept or {}, in_place)
-                verify(self.nodes, program.inputs, program.results, "find_sums")
+                nodes = self._divide(program, kept or {}, in_place)
+                verify(nodes, program.inputs, program.results, "find_sums")
+                self.nodes = nodes
         except graphlib.CycleError:
             reason = "its parts need each other's results"
         except Unsound as error:
             reason = f"native code for it would be wrong, which is a bug in optzoo: {error}"
             warn(f"XLA computes this update: {reason}", RuntimeWarning)
-            self.nodes = program.operations
         if reason is not None:
             self.reasons = dict.fromkeys(program.results, Unsupported(reason))
 

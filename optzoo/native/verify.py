@@ -51,9 +51,10 @@ def _check_nodes(nodes: Iterable[Any], inputs: Iterable[Value], results: Iterabl
         if isinstance(node, Call):
             _check_call(node)
         elif isinstance(node, Branches):
-            for program in node.programs:  # their divisions have been verified
+            for program, division in zip(node.programs, node.divisions, strict=True):
                 _check_types(program.inputs, [v.aval for v in node.ins[1:]], node)
                 _check_types(program.results, [v.aval for v in node.outs], node)
+                _check_nodes(division.nodes, program.inputs, program.results)
         else:
             _check_operation(node)
         _add(node.outs, known, node)
@@ -89,17 +90,19 @@ def _check_operation(op: Operation) -> None:
 
 def _check_call(call: Call) -> None:
     """Its parts share one function, which is that of the first part."""
-    first = call.parts[0]
     for part in call.parts:
         _check_nodes(part.operations, part.ins, part.outs)
         _check_memory(part)
-        if isinstance(first, LeafGroup) and isinstance(part, LeafGroup):
-            if _kind_of(part) != _kind_of(first):
-                raise Unsound("a native call has leaves of several operations")
-            _check_sizes(part)
+    leaves = [part for part in call.parts if isinstance(part, LeafGroup)]
+    for leaf in leaves:
+        _check_sizes(leaf)
+    kinds = list(map(_kind_of, leaves))
+    if any(kind != kinds[0] for kind in kinds):
+        raise Unsound("a native call has leaves of several operations")
 
 
 def _kind_of(leaf: LeafGroup) -> Any:
+    """Of its signature, which takes long to write, what a kernel reads from the first part."""
     dtypes = [v.dtype for v in (*leaf.ins, *leaf.outs)]
     return leaf.scalars, leaf.length, leaf.aliases, dtypes, [op.name for op in leaf.operations]
 

@@ -1,6 +1,7 @@
 """Programs that a faulty pass of the native engine would leave behind are found, and not run."""
 
-import dataclasses
+import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import optzoo
 from optzoo.core.marks import marking
 from optzoo.core.rows import apply_not_none
 from optzoo.jaxprs.graph import Value
+from optzoo.native import branches as branches_module
 from optzoo.native import division as division_module
 from optzoo.native import groups as groups_module
 from optzoo.native.calls import Call
@@ -123,7 +125,7 @@ def memory_of_another_shape(call):
 
 
 def _as_variable(v):
-    return dataclasses.make_dataclass("Variable", ["aval"])(v.aval)
+    return types.SimpleNamespace(aval=v.aval)
 
 
 def two_in_one_memory(call):
@@ -228,3 +230,25 @@ def test_xla_takes_the_place_of_a_faulty_pass(monkeypatch, place, name, tx):
         pytest.raises(ValueError, match="native code for it would be wrong"),
     ):
         optzoo.native_step(tx, required=True)(*args)
+
+
+def test_a_faulty_branch_is_found_around_it(monkeypatch):
+    """What is left of a branch that is not sound is not run, either."""
+    tx, found = optax.apply_if_finite(optzoo.adam(0.1), 3), branches_module.inlined_branch
+    grads = {name: jnp.full(x.shape, 2.0) for name, x in PARAMS.items()}
+    args = PARAMS, tx.init(PARAMS), grads
+    updates, state = tx.update(grads, args[1], PARAMS)
+
+    def faulty(moved, op, number, *others):
+        program, outside = found(moved, op, number, *others)
+        if number == 0:  # the one that keeps the parameters; the other one has native calls
+            program.results[0] = Value(program.results[0].aval)
+        return program, outside
+
+    monkeypatch.setattr(branches_module, "inlined_branch", faulty)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results = optzoo.native_step(tx)(*args)
+    assert any("after divide_branches, a value is read" in str(w.message) for w in caught)
+    expected = apply_not_none(PARAMS, updates), state
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), results, expected)

@@ -100,12 +100,12 @@ def _with_derivative(method: Method, change: Callable[..., Array]) -> Method:
 
     @functools.wraps(method)
     def of_arguments(a, p, epsilon, relative):
-        is_plain = isinstance(p, numbers.Real)  # and stays so: Newton needs an int
-        plain = p if is_plain else None  # the program keeps these functions, so they keep no array
+        # A number stays one: Newton needs an int. Programs keep these functions: no array in them.
+        plain = p if isinstance(p, numbers.Real) else None
 
         @custom_jvp
         def roots(a, order, epsilon):
-            return method(a, plain if is_plain else order, epsilon, relative)
+            return method(a, order if plain is None else plain, epsilon, relative)
 
         @roots.defjvp
         def _(primals, tangents):
@@ -114,7 +114,7 @@ def _with_derivative(method: Method, change: Callable[..., Array]) -> Method:
             of_bools: Any = np.zeros(ok.shape, jax.dtypes.float0)
             return (new, ok), (change(ok, relative, *primals, *changes), of_bools)
 
-        return roots(a, float(p) if is_plain else p, epsilon)
+        return roots(a, p if plain is None else float(plain), epsilon)
 
     return of_arguments
 
