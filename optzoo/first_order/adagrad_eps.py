@@ -46,7 +46,7 @@ def adagrad_eps(
         A_t &= A_{t-1} + g_t^2 \\
         x_t &= x_{t-1} - \eta_t\, \frac{g_t}{\sqrt{A_t} + \epsilon}
 
-    :func:`optzoo.adagrad` is that of TensorFlow 1, which has no epsilon. Rows without a gradient
+    :func:`optzoo.adagrad` is TensorFlow 1's Adagrad, which has no epsilon. Rows without a gradient
     keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
     Example:
