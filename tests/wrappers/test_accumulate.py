@@ -354,7 +354,7 @@ def test_a_schedule_of_lengths_where_the_count_of_updates_ends():
 
 def test_what_a_schedule_of_lengths_refuses():
     sgd, every = optzoo.gradient_descent(0.1), EVERY["ints"]
-    with pytest.raises(ValueError, match=r"max_rows=\{'t': 3\}: .* gives no greatest length"):
+    with pytest.raises(ValueError, match=r"max_rows=\{'t': 3\}: .* a schedule does not bound"):
         accumulate(sgd, every, max_rows={"t": 3})
     tx = accumulate(sgd, every)
     with pytest.raises(ValueError, match="global_step=3: it does not say where a cycle begins"):

@@ -106,9 +106,9 @@ def _plus_the_first(grads, _):
 REFUSED = {
     "norm": (
         optax.lamb(0.1),
-        r"parameter 'layers/1/bias' are not .* \(they differ in .*reduce_sum",
+        r"parameter 'layers/1/bias' and on its stack differ in .*reduce_sum",
     ),
-    "global norm": (optax.clip_by_global_norm(1.0), r"they differ in reduce_sum\)"),
+    "global norm": (optax.clip_by_global_norm(1.0), r"on its stack differ in reduce_sum\n"),
     "noise": (optax.add_noise(0.1, 0.5, jax.random.key(0)), "they differ in random_bits"),
     "all finite": (optax.apply_if_finite(optax.sgd(0.1), 2), r"they differ in reduce_and\)"),
     "names": (
@@ -124,7 +124,7 @@ REFUSED = {
     ),
     "neighbours": (
         optax.stateless(lambda g, _: jax.tree.map(lambda x: jnp.roll(x, 1, 0), g)),
-        "parameter 'layers/1/bias' are not .*they differ in .*slice",
+        "parameter 'layers/1/bias' and on its stack differ in .*slice",
     ),
 }
 REFUSED |= {
@@ -134,11 +134,11 @@ REFUSED |= {
     ),
     "columns": (
         optzoo.variable_clipping(optax.sgd(0.1), {".*": (0,)}, 1.0),
-        "is stacked with others along the first axis: put optzoo.stacked inside of this wrapper",
+        "is in a stack along the first axis: put optzoo.stacked inside this wrapper",
     ),
     "rows": (
         optzoo.variable_clipping(optax.sgd(0.1), {".*kernel": (1,)}, 1.0),
-        "is stacked with others along the first axis",
+        "is in a stack along the first axis",
     ),
     "ranks": (
         optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda x: jnp.ndim(x) > 1, tree)),
