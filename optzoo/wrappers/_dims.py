@@ -92,10 +92,7 @@ def axes_of(dims: Any, params: Any) -> Any:
         matching = by_name[path_name(path)]
         found = {_checked(dims[p], path, x) for p in matching}
         if len(found) > 1:
-            raise ValueError(
-                f"dims: the patterns {matching} all match parameter '{path_name(path)}'; give it "
-                "one"
-            )
+            raise ValueError(f"dims: {matching} all match parameter '{path_name(path)}'")
         return found.pop() if found else None
 
     def of_tree(path, x, axes):

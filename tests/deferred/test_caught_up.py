@@ -545,7 +545,7 @@ FOLLOWED = {
 def test_nothing_may_change_the_update(name):
     tx, p, ids = optzoo.caught_up(optzoo.adam(0.1), mask=TABLES), params(), batches(1)[0]
     followed = FOLLOWED[name](tx)
-    reason = "does not pass on the keyword arguments of its update.*" if name == "wrapper" else ""
+    reason = "does not pass the keywords of its update on.*" if name == "wrapper" else ""
     with pytest.raises(
         ValueError, match=rf"{reason}changed after it was made.* the last of its optax"
     ):

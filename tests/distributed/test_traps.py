@@ -261,7 +261,7 @@ def test_parameters_are_needed(method):
 def test_more_than_one_replica_for_a_device_is_refused():
     tx = optzoo.model_average(INNER)
     step = lambda x, s: (x, s)
-    with pytest.raises(ValueError, match="each device takes one replica, got 2"):
+    with pytest.raises(ValueError, match="each device must have one replica, got 2"):
         jax.eval_shape(
             optzoo.replicas.map_over_replicas(step, mesh=cases.mesh(2)), *cases.start(tx)
         )

@@ -92,7 +92,7 @@ def test_vectors_and_scalars():
 @pytest.mark.parametrize("shape", [(3,), (), (2, 3, 4), (3, 3, 4, 8)])
 def test_other_parameters_are_refused(shape):
     params = {"layer": {"kernel": jnp.ones((2, 3)), "other": jnp.ones(shape)}}
-    error = f"'layer/other' has shape {re.escape(str(shape))}.* 'io': give .*param_groups"
+    error = f"'layer/other' has shape {re.escape(str(shape))}.* 'io': use .*param_groups"
     tx = optzoo.muon()
     with pytest.raises(ValueError, match=error):
         tx.init(params)

@@ -585,12 +585,12 @@ def test_sharded_parameters():
         (
             {"stagger": True},
             ValueError,
-            "preconditioner_interval must be an int above 1 to stagger",
+            "preconditioner_interval must be an int above 1 with stagger=True",
         ),
         (
             {"stagger": True, "preconditioner_interval": lambda k: 2},
             ValueError,
-            "preconditioner_interval must be an int above 1 to stagger",
+            "preconditioner_interval must be an int above 1 with stagger=True",
         ),
         ({"weight_decay": 0.1, "mask": 1}, TypeError, "mask must be a pattern of names"),
     ],
@@ -610,7 +610,7 @@ def test_bad_arguments(bad, error, says):
         ({"statistics_interval": 0.5}, "statistics_interval must be at least 1"),
         (
             {"stagger": True, "preconditioner_interval": 1},
-            "preconditioner_interval must be an int above 1 to stagger",
+            "preconditioner_interval must be an int above 1 with stagger=True",
         ),
     ],
 )

@@ -416,7 +416,7 @@ def test_which_slots_are_in_8_bits(entry):
     """Means and decaying sums of arrays with 8 columns or more, and nothing else."""
     tx, name = slots_dtype(samples.make(entry), "int8"), entry.factory.__name__
     if name in REFUSED:
-        with pytest.raises(ValueError, match="dtype=int8 has no slot to store here"):
+        with pytest.raises(ValueError, match="dtype=int8 applies to no slot of inner"):
             tx.init(PARAMS)
         return
     state = tx.init(PARAMS)

@@ -89,7 +89,9 @@ def test_a_parameter_that_would_stay_zero(start):
         return
     for state in (jax.eval_shape(tx.init, x), jax.jit(tx.init)(x)):  # not known there
         assert state.count.shape == ()
-    with pytest.raises(ValueError, match=r"dims: parameter 'b' is zero, and would keep this norm"):
+    with pytest.raises(
+        ValueError, match=r"dims: parameter 'b' is zero, and its norm would stay zero"
+    ):
         tx.init(x)
 
 

@@ -314,7 +314,7 @@ def test_refused():
     state = master_weights(momentum).init(params)
     with pytest.raises(ValueError, match="params"):
         master_weights(momentum).update(params, state)
-    with pytest.raises(ValueError, match=r"one state of optzoo\.master_weights, and has 0"):
+    with pytest.raises(ValueError, match=r"one state of optzoo\.master_weights, got 0"):
         optzoo.wide_params(params, momentum.init(params))
     with pytest.raises(TypeError, match="no decay rule"):
         optzoo.caught_up(master_weights(momentum), dense=True)
