@@ -233,7 +233,7 @@ def test_an_overlap_has_time():
 @pytest.mark.parametrize(
     ("method", "exchange", "words"),
     [
-        ("diloco", "start", "exchange='start' is for .* overlap_steps of at least 1"),
+        ("diloco", "start", "exchange='start' needs .* overlap_steps of at least 1"),
         ("diloco, overlapping", "begin", "exchange must be one of start, finish, got 'begin'"),
     ],
 )

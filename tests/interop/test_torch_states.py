@@ -279,7 +279,7 @@ def test_shapes_are_enough():
 
 
 def test_what_is_missing_or_of_another_kind_is_refused():
-    with pytest.raises(TypeError, match=r"state_dict must be what optimizer.state_dict"):
+    with pytest.raises(TypeError, match=r"state_dict must be the result of optimizer.state_dict"):
         from_torch({"state": {}}, MOMENTUM, PARAMS)
     with pytest.raises(TypeError, match="names must be a sequence of names, a dict or None"):
         from_torch(GIVEN, MOMENTUM, PARAMS, "head/weight")

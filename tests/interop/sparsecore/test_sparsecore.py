@@ -365,14 +365,14 @@ def test_refuses_another_rule_for_rows():
         return optzoo.rules.policies.lazy(lambda g, *args, **kwargs: rule(g / 2, *args, **kwargs))
 
     tx = optzoo.rules.leafwise(lambda g, x, s, t: (-g, s), rows=halved)
-    with pytest.raises(ValueError, match="its rule for SparseRows is another than that for arrays"):
+    with pytest.raises(ValueError, match="its rules for SparseRows and for arrays differ"):
         optzoo.interop.sparsecore.sparsecore(tx)
 
 
 def test_refuses_what_cannot_be_done_for_many_rows():
     product = lambda g, s, x=None: (g * jnp.einsum("ij,ij->i", g, g)[:, None], s)
     tx = optax.GradientTransformation(lambda x: (), product)
-    with pytest.raises(ValueError, match=r"`dot_general` \(.*\) cannot be done for many rows"):
+    with pytest.raises(ValueError, match=r"`dot_general` \(.*\) cannot be batched over rows"):
         optzoo.interop.sparsecore.sparsecore(optzoo.on_rows(tx), width=8)
 
 
@@ -390,7 +390,7 @@ def test_refuses_arguments():
         lowered.lower(spec, 8)
     adam = optzoo.interop.sparsecore.sparsecore(optzoo.lazy_adam(0.1))
     for step in (None, 3, {}, {"other": adam.first_shared()}):
-        with pytest.raises(TypeError, match="step must be what first_shared"):
+        with pytest.raises(TypeError, match="step must be the result of first_shared"):
             adam.get_hyperparameters(step)
     with pytest.raises(ValueError, match="step must be zero or positive, got -1"):
         adam.first_shared(-1)
