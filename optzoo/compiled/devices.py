@@ -1,4 +1,4 @@
-"""Devices to compile for that this machine does not have: TPU slices and GPUs."""
+"""Compile-only devices: TPU slices and GPUs that this machine does not have."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 def devices_of(device: str) -> list[Any]:
-    """The devices that a name stands for, to make a mesh of them and to compile for it.
+    """The devices with a name, to make a mesh of them and to compile for it.
 
     Example:
         >>> import optzoo
@@ -51,12 +51,12 @@ def devices_of(device: str) -> list[Any]:
 
     Args:
         device: ``"cpu"``; a TPU slice, such as ``"v5e:4x4"``; or ``"h100"`` and ``"h100:8"``, GPUs
-            of one host. TPUs and GPUs need not be there.
+            of one host. TPUs and GPUs need not be present.
 
     Raises:
         ImportError: if the compiler for the device is not installed.
-        TypeError: if ``device`` is no string.
-        ValueError: if the device is not known.
+        TypeError: if ``device`` is not a string.
+        ValueError: if the device is unknown.
     """
     if not isinstance(device, str):
         raise TypeError(f"device must be a string such as 'v5e:4x4', got {device!r}")
@@ -80,7 +80,7 @@ def _devices_of(device: str) -> tuple[Any, ...]:
         return _topology(device, shape, platform="cuda", target_config=_H100, topology=shape)
     slices = "; ".join(f"{chip}: {shapes}" for chip, shapes in _TPUS.items())
     raise ValueError(
-        f"device must be 'cpu', 'h100', 'h100:8' or a TPU slice, got {device!r}. Known slices are "
+        f"device must be 'cpu', 'h100', 'h100:8' or a TPU slice, got {device!r}; known slices are "
         f"{slices}"
     )
 
@@ -90,7 +90,7 @@ def _topology(device: str, *args: str, **kwargs: Any) -> tuple[Any, ...]:
         return tuple(topologies.get_topology_desc(*args, **kwargs).devices)
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"device={device!r} is not known to its compiler: {reason}") from error
+        raise ValueError(f"device={device!r} is not supported by its compiler: {reason}") from error
 
 
 def _need(module: str, extra: str, device: str) -> None:

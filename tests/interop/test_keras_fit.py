@@ -423,9 +423,9 @@ def test_refuses_methods_for_replicas(name, axis_name):
         (
             lambda: for_fit(optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())),
             ValueError,
-            "the update of tx needs 'value', which fit does not give",
+            "the update of tx needs 'value', which fit does not pass",
         ),
-        (lambda: for_fit(optzoo.caught_up(optzoo.adam())), ValueError, "that of optzoo.caught_up"),
+        (lambda: for_fit(optzoo.caught_up(optzoo.adam())), ValueError, "tx is optzoo.caught_up"),
         (lambda: for_fit(optax.adam(0.1), 0.1), ValueError, "nothing in tx reads it: leave it out"),
         (lambda: for_fit("adam", lambda step: 0.1), TypeError, "or a Keras schedule, got"),
         (

@@ -49,7 +49,7 @@ OF_OPTAX = {
 RUNS = [*SAME.items(), *OF_OPTAX.items()]
 REFUSED = {
     "SGD, dampening": (optzoo.momentum(RATE, 0.9), "SGD has dampening=0.5, which"),
-    "SGD, maximize": (optzoo.momentum(RATE, 0.9), "SGD has maximize=True, and .*negate the loss"),
+    "SGD, maximize": (optzoo.momentum(RATE, 0.9), "SGD has maximize=True, but .*negate the loss"),
     "Adam": (
         optzoo.adam(RATE, **E),
         "eps=0.1, .* tx before the bias correction, by torch after it: use",
@@ -190,7 +190,7 @@ def test_axes_of_convolutions():
     state = from_torch(given, MOMENTUM, params, ["conv"], transpose={"conv": (2, 3, 1, 0)})
     got = optzoo.get_slot(state, "momentum")["conv"]
     np.testing.assert_array_equal(got, buffer.transpose(2, 3, 1, 0))
-    with pytest.raises(ValueError, match=r"transpose: 'conv' has shape .* is no matrix"):
+    with pytest.raises(ValueError, match=r"transpose: 'conv' has shape .* is not a matrix"):
         from_torch(given, MOMENTUM, params, ["conv"], transpose="conv")
     with pytest.raises(ValueError, match="transpose: 'conv' needs an order of axes"):
         from_torch(given, MOMENTUM, params, ["conv"], transpose={"conv": (2, 3, 1, 1)})

@@ -37,7 +37,7 @@ _THEANO = (
     "update_clip", "weight_clip",
 )  # fmt: skip
 _REFUSED = {
-    "grad_clip": "it is an error in RETURNN, too; use gradient_clip or gradient_clip_global_norm",
+    "grad_clip": "RETURNN refuses it, too: use gradient_clip or gradient_clip_global_norm",
     "reset_updater_vars_mod_step": "call init of the updater again to reset the state",
     "num_allowed_consec_invalid_gradient_steps": "wrap the updater in optax.apply_if_finite",
     "grad_scaler": "scale the loss and its gradients outside",

@@ -75,9 +75,9 @@ def _extra_updates(name: str, value: Any) -> Mapping[str, Callable[..., Any]]:
         parameters = inspect.signature(function).parameters
         if unknown := parameters.keys() - {"var", "grad"}:
             raise ValueError(
-                f"{name}: the function of {path!r} has the arguments {sorted(unknown)}; it may "
-                "have var, the parameter after its update, and grad, and must return the new "
-                "value"
+                f"{name}: the function of {path!r} needs {sorted(unknown)}, which are not "
+                "available: its arguments may be var, the parameter after its update, and grad, "
+                "and it must return the new value"
             )
     return value
 

@@ -200,12 +200,12 @@ REFUSED = {
     "no definition": (
         ("EXACT_ROWWISE_ADAGRAD", {"weight_decay_mode": "COUNTER"}),
         ValueError,
-        "weight_decay_mode='COUNTER' and counter_based_regularization belong together",
+        "weight_decay_mode='COUNTER' needs counter_based_regularization, and vice versa",
     ),
     "no mode": (
         ("EXACT_ROWWISE_ADAGRAD", {"cowclip_regularization": {}}),
         ValueError,
-        "weight_decay_mode='COWCLIP' and cowclip_regularization belong together",
+        "weight_decay_mode='COWCLIP' needs cowclip_regularization, and vice versa",
     ),
     "field": (
         (
@@ -276,7 +276,10 @@ WARNED = {
         ("EXACT_ROWWISE_ADAGRAD", {**COUNTED, "max_norm": 1.0}),
         "max_norm=1.0 has no effect with weight_decay_mode='COUNTER'",
     ),
-    "rounding": (("EXACT_SGD", {"stochastic_rounding": True}), "rounded to the nearest"),
+    "rounding": (
+        ("EXACT_SGD", {"stochastic_rounding": True}),
+        "16-bit tables are rounded to nearest",
+    ),
     "growing rows": (
         (
             "EXACT_ROWWISE_ADAGRAD",

@@ -186,7 +186,7 @@ def test_layers_of_the_network():
             leaf = leaf[key]
         np.testing.assert_allclose(leaf, 1 + change * np.ones(2), rtol=1e-6)
     with pytest.raises(
-        ValueError, match=r"no parameter's path begins with 'enc/'; there are \['w'"
+        ValueError, match=r"no parameter's path begins with 'enc/'; the parameters are \['w'"
     ):
         tx.init({"w": jnp.ones(2)})
 
@@ -348,7 +348,7 @@ def test_maximize_grad_norm_needs_a_function_and_no_rows():
     tx = make({"maximize_grad_norm": 0.5})
     with pytest.raises(ValueError, match=r"pass update\(\.\.\., grad_fn=f\)"):
         step(tx)
-    with pytest.raises(TypeError, match="takes no rows"):
+    with pytest.raises(TypeError, match="does not support row-sparse gradients"):
         step(tx, ROWS, grad_fn=lambda x: ROWS)
 
 
@@ -478,8 +478,8 @@ def test_an_epsilon_by_our_name_is_not_replaced():
         ({"optimizer": {"class": "adam", "betta1": 1}}, TypeError, "has no argument 'betta1'"),
         ({"optimizer": {**ADAM, "learning_rate_multiplier": "x"}}, TypeError, "must be a number"),
         ({3: 4}, TypeError, "names of options must be strings, got 3"),
-        ({"adam": True, "momentum": 0.9}, ValueError, "adam takes no momentum"),
-        ({"adam": True, "behavior_version": 2}, ValueError, "need optimizer={'class': 'adam'}"),
+        ({"adam": True, "momentum": 0.9}, ValueError, "adam has no momentum"),
+        ({"adam": True, "behavior_version": 2}, ValueError, "use optimizer={'class': 'adam'}"),
         ({"gradient_clip": -1}, ValueError, "gradient_clip must be zero or positive, got -1.0"),
         ({"gradient_clip": "hard"}, TypeError, "gradient_clip must be a number, got 'hard'"),
         ({"gradient_noise": -0.1}, ValueError, "gradient_noise must be zero or positive"),
@@ -494,9 +494,13 @@ def test_an_epsilon_by_our_name_is_not_replaced():
         ({"dynamic_learning_rate": lambda epoch, **_: 1}, ValueError, r"needs \['epoch'\]"),
         ({"extra_updates": {"w": lambda var, network: var}}, ValueError, r"needs \['network'\]"),
         ({"extra_updates": [1]}, TypeError, "a dict of functions"),
-        ({"use_horovod": True}, ValueError, "use_horovod needs axis_name="),
+        ({"use_horovod": True}, ValueError, "use_horovod needs the argument axis_name"),
         ({"horovod_reduce_type": "param"}, ValueError, "use optzoo.model_average"),
-        ({"global_norm_tag": "a", "grad_norm_to_clip_to_zero": 1}, ValueError, "no layer has 'a'"),
+        (
+            {"global_norm_tag": "a", "grad_norm_to_clip_to_zero": 1},
+            ValueError,
+            "no layer has the tag 'a'",
+        ),
         ({"global_norm_tag": ["a"]}, TypeError, "must be the name of a tag"),
         ({"grad_clip": 5}, ValueError, "use gradient_clip or grad"),
         ({"gradient_clip_global": 5}, ValueError, "nearest is 'gradient_clip_global_norm'"),
@@ -579,7 +583,7 @@ def test_other_refusals():
     with pytest.raises(TypeError, match="layers must be a dict"):
         returnn_updater({}, layers=["enc"])
     for unreadable in ({"get_network": lambda epoch: {}}, {"network": "net.json"}):
-        with pytest.raises(ValueError, match="pass layers="):
+        with pytest.raises(ValueError, match="pass layers,"):
             returnn_updater(unreadable)
         returnn_updater(unreadable, layers={})
     with pytest.raises(ValueError, match="layer 'a': darc1 depends on the output of the layer"):

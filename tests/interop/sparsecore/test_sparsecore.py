@@ -348,7 +348,7 @@ def test_padding_is_not_seen_whatever_is_there():
 
 
 def test_refuses_slots():
-    with pytest.raises(ValueError, match=r"slot '.*accumulator' is of bfloat16"):
+    with pytest.raises(ValueError, match=r"slot '.*accumulator' is bfloat16"):
         optzoo.interop.sparsecore.sparsecore(optzoo.slots_dtype(optzoo.adagrad(0.1), "bfloat16"))
     remember = optax.GradientTransformation(lambda x: x, lambda g, s, x=None: (g, s))
     with pytest.raises(ValueError, match="starts from the parameters"):
@@ -397,7 +397,9 @@ def test_refuses_arguments():
 
 
 def test_hints_at_on_rows():
-    with pytest.raises(ValueError, match=r"moves all rows of table 'table'\. optzoo\.on_rows\("):
+    with pytest.raises(
+        ValueError, match=r"moves all rows of table 'table'\. Use optzoo\.on_rows\("
+    ):
         optzoo.interop.sparsecore.sparsecore(optzoo.adam(0.1))
 
 

@@ -296,7 +296,7 @@ def test_tensorflow_is_needed_for_its_own_files_only(monkeypatch, tmp_path, thei
         tf1_files.write(tmp_path / "m", {"w": np.zeros(1)})
     tf1_files.write(tmp_path / "m.npz", {"w": np.zeros(1)})
     assert tf1_files.read(tmp_path / "m.npz").keys() == {"w"}
-    with pytest.raises(TypeError, match=r"cannot hold w of dtype bfloat16"):
+    with pytest.raises(TypeError, match=r"cannot store w of dtype bfloat16"):
         tf1_files.write(tmp_path / "m.npz", {"w": np.zeros(1, jnp.bfloat16)})
 
 
@@ -410,7 +410,7 @@ def test_names_are_a_dict_a_function_or_patterns(names):
 
 def test_wrong_names():
     tx = optzoo.adam(0.1)
-    with pytest.raises(ValueError, match=r"no parameter is called \['v'\]; there are"):
+    with pytest.raises(ValueError, match=r"no parameter is called \['v'\]; the parameters are"):
         load_tf1_state(tx, PARAMS, {}, {"v": "w"})
     with pytest.raises(ValueError, match=r"names \['w'\] are given to several parameters"):
         load_tf1_state(tx, PARAMS, {}, {"enc/bias": "w"})
@@ -431,9 +431,9 @@ def test_the_error_lists_all_that_does_not_fit():
         "the checkpoint does not fit, and nothing was loaded:",
         "  missing: w, for w",
         "  missing: beta2_power, for 0/shared/beta2_power",
-        "  dtype: enc/bias is float64 in the checkpoint, float32 here",
-        "  shape: enc/kernel is (2, 3) in the checkpoint, (3, 2) here",
-        "  shape: w/Adam_1 is (2,) in the checkpoint, (4,) here",
+        "  dtype: enc/bias is float64 in the checkpoint, but must be float32",
+        "  shape: enc/kernel is (2, 3) in the checkpoint, but must be (3, 2)",
+        "  shape: w/Adam_1 is (2,) in the checkpoint, but must be (4,)",
         "  left over: other",
     ]
     # Another shape is an error however much is loaded.
@@ -462,7 +462,9 @@ def test_a_part_is_loaded_on_request():
     params, state, saved = saved_adam()
     lost = ("w", "w/Adam", "w/Adam_1")
     some = {name: value for name, value in saved.items() if name not in lost} | {"x": np.ones(1)}
-    with pytest.raises(ValueError, match=r"partial=True passes over it:\n  missing: w, for w"):
+    with pytest.raises(
+        ValueError, match=r"partial=True skips these variables:\n  missing: w, for w"
+    ):
         load_tf1_state(tx, PARAMS, some)
     with pytest.warns(UserWarning) as told:
         new_params, new_state = load_tf1_state(tx, PARAMS, some, partial=True)
@@ -496,7 +498,7 @@ def test_the_slots_of_another_optimizer_are_refused():
     missing = r"missing: w/\.\.\.: 1 slots are needed, the checkpoint has Adam \(2\)"
     with pytest.raises(ValueError, match=missing):
         load_tf1_state(optzoo.momentum(0.1, 0.9), PARAMS, saved)
-    with pytest.raises(ValueError, match=r"missing: w/Adagrad: 2 slots, .* Adam \(2\)"):
+    with pytest.raises(ValueError, match=r"missing: w/Adagrad: 2 slots are needed, .*  Adam \(2\)"):
         load_tf1_state(optzoo.adam(0.1), PARAMS, saved, optimizer_name="Adagrad")
     amsgrad = optzoo.amsgrad(0.1)
     with pytest.raises(ValueError, match=r"3 slots, where .* has none; RETURNN's AMSGrad gives"):
@@ -508,7 +510,9 @@ def test_slots_of_several_optimizers_are_ambiguous():
     params, state, saved = saved_adam()
     other = {n.replace("/Adam", "/Nadam"): v + 1 for n, v in saved.items() if "/Adam" in n}
     both = saved | other
-    with pytest.raises(ValueError, match=r"\[\('', 'Adam'\), \('', 'Nadam'\)\].*optimizer_name="):
+    with pytest.raises(
+        ValueError, match=r"\[\('', 'Adam'\), \('', 'Nadam'\)\].*optimizer_name \(the second\)"
+    ):
         load_tf1_state(tx, PARAMS, both)
     chosen = {"optimizer_name": {".*": "Adam"}, "ignore": ["*/Nadam", "*/Nadam_1"]}
     loaded = load_tf1_state(tx, PARAMS, both, **chosen)
@@ -542,7 +546,7 @@ def test_powers_of_several_optimizers():
     labels = {"enc": "one", "w": "other"}
     tx = optax.partition({"one": one, "other": other}, labels)
     params, state = trained(tx)
-    with pytest.raises(ValueError, match=r"is one of several beta1_power: say which by variables="):
+    with pytest.raises(ValueError, match=r"is one of several beta1_power: give it by variables="):
         tf1_variables(params, state, optimizer_name="Adam")
     power = "inner_states/other/inner_state/0/shared/beta{}_power"
     second = {power.format(i): f"beta{i}_power_1" for i in (1, 2)}
@@ -632,7 +636,7 @@ def test_other_betas_are_refused(partial):
 def test_spoilt_powers_are_refused(value, partial):
     *_, saved = saved_adam()
     saved["beta1_power"] = np.asarray(value, np.float32)
-    with pytest.raises(ValueError, match=r"nothing is loaded:\n  betas: beta1_power is "):
+    with pytest.raises(ValueError, match=r"nothing was loaded:\n  betas: beta1_power is "):
         load_tf1_state(optzoo.adam(0.1), PARAMS, saved, partial=partial)
 
 
@@ -646,9 +650,7 @@ def test_powers_of_zero(base, value, steps):
     saved = {name: np.asarray(x) for name, x in saved.items()}
     assert counts(load_tf1_state(optzoo.adam(0.1, b1=base), PARAMS, saved)[1]) == {steps}
     saved["beta1_power"] = np.asarray(0.25, np.float32)
-    with pytest.raises(
-        ValueError, match=r"beta1_power is 0\.25, (no power of|which no power of) 0"
-    ):
+    with pytest.raises(ValueError, match=r"beta1_power is 0\.25, which is not a power of 0"):
         load_tf1_state(optzoo.adam(0.1, b1=base), PARAMS, saved)
 
 
@@ -692,7 +694,7 @@ def test_counts_that_are_no_whole_numbers_are_refused(value):
     saved = tf1_variables(params, state)
     saved["global_step_1"] = np.asarray(value, np.float32)
     for found in (saved, {n: v for n, v in saved.items() if n != "global_step"}):
-        with pytest.raises(ValueError, match=r"value: global_step_1 is .*, int32 here"):
+        with pytest.raises(ValueError, match=r"value: global_step_1 is .*, but must be int32"):
             load_tf1_state(tx, PARAMS, found, partial=True)
 
 
@@ -700,10 +702,14 @@ def test_a_part_of_nothing_is_refused(theirs):
     tx, saved = optzoo.adam(0.1), saved_adam()[2]
     other = {f"other/{n}": value for n, value in saved.items() if n != "global_step"}
     for found in ({}, other, {"global_step": saved["global_step"]}):
-        with pytest.raises(ValueError, match=r"partial=True: the checkpoint has none of .* names="):
+        with pytest.raises(
+            ValueError, match=r"partial=True: the checkpoint has none of .* the argument names"
+        ):
             load_tf1_state(optzoo.momentum(0.1, 0.9), PARAMS, found, partial=True, global_step=3)
     powers = {n: value for n, value in saved.items() if n.endswith("_power")}
-    with pytest.raises(ValueError, match=r"partial=True: the checkpoint has none of .* names="):
+    with pytest.raises(
+        ValueError, match=r"partial=True: the checkpoint has none of .* the argument names"
+    ):
         load_tf1_state(tx, PARAMS, {**other, **powers}, partial=True)
     for ending in (".index", ".data-00000-of-00001"):
         with pytest.raises(
@@ -878,7 +884,7 @@ def test_the_number_of_updates_among_more_steps_is_not_guessed():
     tx = optzoo.accumulate(optzoo.momentum(0.1, 0.9), 2)
     params, state = trained(tx, steps=7)
     saved = tf1_variables(params, state, optimizer_name="Momentum", variables=SUMS)
-    match = r"missing: the number of updates at \['inner/0/count'\], .* variables="
+    match = r"missing: the number of updates at \['inner/0/count'\], .* in the argument variables"
     with pytest.raises(ValueError, match=match):
         load_tf1_state(tx, PARAMS, saved, variables=SUMS)
     named = SUMS | {"inner/0/count": "updates"}
@@ -908,7 +914,9 @@ def test_a_single_array_as_parameters():
     lost = {n: v for n, v in saved.items() if n != "moment1"}
     with pytest.raises(ValueError, match=r"missing: moment1, for 0/slots/moment1"):
         load_tf1_state(tx, params, lost, {"": "w"})
-    with pytest.raises(ValueError, match=r"shape: grad_buffer is \(2, 3\) .*, \(4, 3\) here"):
+    with pytest.raises(
+        ValueError, match=r"shape: grad_buffer is \(2, 3\) .*, but must be \(4, 3\)"
+    ):
         load_tf1_state(optzoo.ggt(0.1, window=4), params, saved, {"": "w"})
 
 

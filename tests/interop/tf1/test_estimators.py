@@ -238,7 +238,7 @@ def test_names_that_the_caller_gives():
 def test_other_names_are_no_slots():
     saved = {"w": F(4, 3), "w/Adagrad": 5 * F(4, 3), "global_step": np.int64(5)}
     others = {"w/rt_1/Adagrad": F(4, 3), "w/x/Adagrad": F(4, 3), "w/w/part_1/Adagrad": F(4, 3)}
-    match = r"fit, .*pass over it:(\n  left over: w/(rt_1|x|w/part_1)/Adagrad){3}$"
+    match = r"fit, .*skip these variables:(\n  left over: w/(rt_1|x|w/part_1)/Adagrad){3}$"
     with pytest.raises(ValueError, match=match):
         load_tf1_state(ADAGRAD, W, saved | others)
     with pytest.raises(ValueError, match=r"shape: w/t_0/Adagrad is \(4,\) in the checkpoint"):
@@ -268,7 +268,7 @@ def test_all_parts_are_needed(monkeypatch):
     assert accumulator(ADAGRAD, W, saved) == 5
     lost = {name: value for name, value in saved.items() if name != "w/t_1/Adagrad"}
     with pytest.raises(
-        ValueError, match=r"1 slots, where .* has none\n  left over: w/t_0/Adagrad$"
+        ValueError, match=r"1 slots are needed, .* has none\n  left over: w/t_0/Adagrad$"
     ):
         load_tf1_state(ADAGRAD, W, lost)
     exchanged = saved | {"w/t_0/Adagrad": slot["second"], "w/t_1/Adagrad": slot["first"]}
@@ -326,7 +326,7 @@ def test_variables_that_may_be_left_over():
         )
     lost = {n: x for n, x in saved.items() if n != "w/Adagrad"} | more
     with pytest.raises(
-        ValueError, match=r"partial=True passes over it:\n  missing: w/\.\.\.: 1 slots"
+        ValueError, match=r"partial=True skips these variables:\n  missing: w/\.\.\.: 1 slots"
     ):
         load_tf1_state(ADAGRAD, W, lost, ignore=ignore)
     with pytest.raises(TypeError, match=r"ignore must be a list of names, got 'metrics/\*'"):
