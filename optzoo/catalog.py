@@ -1,4 +1,4 @@
-"""The table of all optimizers, one line each; nothing else lists them."""
+"""The table of all optimizers, one entry each; it is the only list of them."""
 
 from __future__ import annotations
 

@@ -652,9 +652,9 @@ def _totals(report: CompileReport) -> Iterator[str]:
         ]
     )
     if report.blocking:
-        yield f"without overlap, outside loops: {_total(report.blocking)}"
+        yield f"  without overlap, outside loops: {_total(report.blocking)}"
     if report.overlaps:
-        yield f"overlapped: {_total(report.overlaps)}"
+        yield f"  overlapped: {_total(report.overlaps)}"
     yield "estimates of the compiler:"
     if report.estimated_bytes is not None:
         yield f"  {_mega(report.estimated_bytes)} read and written"

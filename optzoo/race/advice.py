@@ -46,7 +46,7 @@ def basis(document: Document) -> str:
         return ""
     problems = {has_tables: _problems(document, has_tables) for has_tables in _MODELS}
     kinds = [f"{_listed(found)} ({_MODELS[has]})" for has, found in problems.items() if found]
-    missing = [f"No problem has {_MODELS[has]}." for has, found in problems.items() if not found]
+    missing = [f" No problem has {_MODELS[has]}." for has, found in problems.items() if not found]
     rates = [len(r["rates"]) for r in results]
     number = f"{min(rates)}" + (f" to {max(rates)}" if max(rates) > min(rates) else "")
     return (
@@ -161,7 +161,7 @@ def _by_time(document: Document, part: Document) -> list[str]:
     reached = f"{len(best['ratios'])} of {_counted(best['runs'], 'run')}"
     return [
         f"For the shortest time to the target loss: {name}{_drawbacks(document, name)}. It "
-        f"reaches the target in {reached}, the most of all optimizers, and"
+        f"reaches the target in {reached}, the most of all optimizers, and "
         + (
             "is the fastest in these."
             if times < 1.05

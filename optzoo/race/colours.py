@@ -1,4 +1,4 @@
-"""The colours of optimizer families in the figures and on the page."""
+"""The colours of the families, in the figures and on the page."""
 
 import colorsys
 
@@ -17,7 +17,7 @@ APART = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3
 
 
 def colour(family: str, place: int) -> tuple[float, float, float]:
-    """The colour of a line of a family; later lines are lighter."""
+    """The colour of a family's line: the next ones are lighter."""
     hue = HUES.get(family)
     lightness = (0.38, 0.55, 0.68)[place % 3]
     return colorsys.hls_to_rgb((hue or 0) / 360, lightness, 0 if hue is None else 0.75)

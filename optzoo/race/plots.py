@@ -1,4 +1,4 @@
-"""The figures of a race: loss curves of every problem, and trajectories of ``valley``."""
+"""The figures of a race: loss curves of every problem, and trajectories in the valley."""
 
 import hashlib
 import inspect
@@ -36,7 +36,7 @@ Group = Sequence[str]
 
 
 def draw(document: Mapping[str, Any], folder: pathlib.Path) -> dict[str, bytes]:
-    """Writes ``curves.png`` and, if ``valley`` was run, ``valley.png``; returns them as bytes."""
+    """Writes ``curves.png`` and, if the valley was run, ``valley.png``; returns them as bytes."""
     figures = {"curves.png": curves(document)}
     if any(r["track"] for r in document["results"]):
         figures["valley.png"] = valley(document)
@@ -50,14 +50,14 @@ def draw(document: Mapping[str, Any], folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def source(document: Mapping[str, Any]) -> str:
-    """A hash of the results and of the plotting code, stored in each picture."""
+    """A hash of the results and of the code that draws them; each picture carries it."""
     code = [inspect.getsource(module) for module in (sys.modules[__name__], colours)]
     results = json.dumps([document["problems"], document["results"]], sort_keys=True)
     return hashlib.sha256("".join([results, *code]).encode()).hexdigest()
 
 
 def source_of(picture: pathlib.Path) -> str | None:
-    """The hash that is stored in a picture."""
+    """The hash that a picture carries."""
     from PIL import Image
 
     with Image.open(picture) as image:
@@ -67,9 +67,9 @@ def source_of(picture: pathlib.Path) -> str | None:
 def curves(document: Mapping[str, Any], *, time: bool = False) -> Figure:
     """Validation loss against the step: a column for each problem, a row for each family.
 
-    A row shows the other families in grey. If there are few optimizers, there is one row.
-    Optimizers that coincide on all problems share one line. With ``time`` the x axis is the
-    duration of the steps in seconds, without evaluations.
+    A row shows the other families in grey. Few optimizers share one row. Optimizers that coincide
+    on all problems are one line. With ``time`` the x axis is the duration of the steps in seconds,
+    without the evaluations.
     """
     groups = sorted(contenders(document))
     problems = [p for p in document["problems"] if ranking(document, p)]
@@ -127,7 +127,7 @@ def curves(document: Mapping[str, Any], *, time: bool = False) -> Figure:
 
 
 def _families(document: Mapping[str, Any], groups: Sequence[Group]) -> dict[str, list[Any]]:
-    """The optimizers by family, in the order of the families."""
+    """The contenders by family, in the order of the families."""
     family = {r["optimizer"]: r["family"] for r in document["results"]}
     order = [*colours.HUES, *sorted(set(family.values()) - colours.HUES.keys())]
     members = {name: [g for g in groups if family[g[0]] == name] for name in order}
@@ -135,7 +135,7 @@ def _families(document: Mapping[str, Any], groups: Sequence[Group]) -> dict[str,
 
 
 def _wrapped(names: Group, width: int = 34) -> str:
-    """The names of a group of equal optimizers, wrapped to several lines."""
+    """The names of a contender, in as many lines as they need."""
     return "\n".join(textwrap.wrap(label(names), width, break_long_words=False))
 
 
@@ -148,9 +148,9 @@ def _curves_of(
     styles: Any,
     time: bool,
 ) -> tuple[list[Any], list[str]]:
-    """Draws the optimizers of a row, and others in grey; returns the lines and their labels.
+    """Draws the contenders of a row, the others in grey; returns the lines and their labels.
 
-    The best optimizer is drawn last, above the others.
+    The best one is drawn last, above the others.
     """
     results = {r["optimizer"]: r for r in ranking(document, problem)}
     place = {name: i for i, name in enumerate(results)}
@@ -173,7 +173,7 @@ def _curves_of(
 
 
 def _points(r: Mapping[str, Any] | None, time: bool) -> list[np.ndarray]:
-    """The x values of a curve, and mean, smallest and largest loss; empty without a result."""
+    """The x values of a curve, and mean, least and greatest loss; empty without a result."""
     if r is None:
         return [np.empty(0)] * 4
     at = np.array(r["curve"]["steps"], float) * (r["seconds per step"] if time else 1)
@@ -201,7 +201,7 @@ def _scale(axes: Any, shown: Sequence[np.ndarray]) -> None:
 
 
 def valley(document: Mapping[str, Any]) -> Figure:
-    """Trajectories on Rosenbrock's function, one panel for each set of equal ones, best first."""
+    """Trajectories on Rosenbrock's function, a panel for each, best first; equal ones share one."""
     groups = [g for p in document["problems"] for g in coinciding(document, p) if g[0]["track"]]
     columns = min(5, len(groups))
     rows = math.ceil(len(groups) / columns)
@@ -225,14 +225,13 @@ def valley(document: Mapping[str, Any]) -> Figure:
         axes.tick_params(labelsize=7)
     figure.tight_layout(rect=(0, 0, 1, 0.97 if rows > 1 else 0.94))
     figure.suptitle(
-        "Rosenbrock's function: start (blue), minimum (green), trajectory with the best rate",
-        fontsize=10,
+        "Rosenbrock's valley: start (blue), minimum (green), the path of the best rate", fontsize=10
     )
     return figure
 
 
 def _figure(width: float, height: float) -> Figure:
-    """A figure without pyplot, which would select a backend for the whole process."""
+    """A figure without pyplot, which would choose a backend for the whole process."""
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
     return figure

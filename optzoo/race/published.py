@@ -58,8 +58,8 @@ def quadratic_deep() -> Problem:
     def batches(seed: int, steps: int) -> np.ndarray:
         if seed >= len(orders):
             raise ValueError(
-                f"seeds must be at most {len(orders)} for quadratic_deep, whose orders of "
-                f"examples are stored, got {seed + 1}"
+                "quadratic_deep has stored orders of examples: seeds must be at most "
+                f"{len(orders)}, got {seed + 1}"
             )
         epoch = orders[seed][:EXAMPLES].reshape(-1, BATCH)
         return epoch[np.arange(steps) % len(epoch)]

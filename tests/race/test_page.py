@@ -217,7 +217,7 @@ def test_who_has_no_run_on_every_problem_is_not_recommended():
     other = [result("other", [[0.4, 0.4]], problem=p) for p in "pq"]
     [[begin, *others]] = advice.advice(document(*both, *other, result("one", [[0.1, 0.1]])))
     assert begin == "For dense models start with both."
-    assert "1 optimizer without a run on all of p and q: not counted." in others
+    assert "1 optimizer without a run on all of p and q not included." in others
     [[none]] = advice.advice(document(both[0], other[1]))
     assert none == "For dense models no optimizer has a finite loss on all of p and q."
 

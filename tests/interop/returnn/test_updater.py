@@ -599,7 +599,7 @@ def test_other_refusals():
         returnn_updater({**decoupled, "learning_rate": 0}, returnn_version="2022")
     with pytest.raises(ValueError, match="extra_updates: no parameter has the path 'enc/v'"):
         make({"extra_updates": {"enc/v": lambda var: var}}).init(X)
-    with pytest.raises(ValueError, match="made an array of shape"):
+    with pytest.raises(ValueError, match="returned an array of shape"):
         step(make({"extra_updates": {"enc/w": lambda var: var[:2]}}))
     with pytest.raises(ValueError, match="parameters"):
         make().update(G, make().init(X))

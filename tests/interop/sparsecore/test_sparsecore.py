@@ -351,7 +351,7 @@ def test_refuses_slots():
     with pytest.raises(ValueError, match=r"slot '.*accumulator' is bfloat16"):
         optzoo.interop.sparsecore.sparsecore(optzoo.slots_dtype(optzoo.adagrad(0.1), "bfloat16"))
     remember = optax.GradientTransformation(lambda x: x, lambda g, s, x=None: (g, s))
-    with pytest.raises(ValueError, match="starts from the parameters"):
+    with pytest.raises(ValueError, match="is initialized from the parameters"):
         optzoo.interop.sparsecore.sparsecore(optzoo.on_rows(remember))
     wide = optax.GradientTransformation(
         lambda x: jnp.zeros((len(x), 2)), lambda g, s, x=None: (g, s + 1)

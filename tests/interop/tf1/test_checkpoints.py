@@ -498,7 +498,7 @@ def test_the_slots_of_another_optimizer_are_refused():
     missing = r"missing: w/\.\.\.: 1 slots are needed, the checkpoint has Adam \(2\)"
     with pytest.raises(ValueError, match=missing):
         load_tf1_state(optzoo.momentum(0.1, 0.9), PARAMS, saved)
-    with pytest.raises(ValueError, match=r"missing: w/Adagrad: 2 slots are needed, .*  Adam \(2\)"):
+    with pytest.raises(ValueError, match=r"missing: w/Adagrad: 2 slots are needed, .* Adam \(2\)"):
         load_tf1_state(optzoo.adam(0.1), PARAMS, saved, optimizer_name="Adagrad")
     amsgrad = optzoo.amsgrad(0.1)
     with pytest.raises(ValueError, match=r"3 slots, where .* has none; RETURNN's AMSGrad gives"):
