@@ -56,7 +56,7 @@ def cite(name: str | enum.Enum = "optzoo") -> str:
         }
 
     Args:
-        name: any name that :func:`optzoo.create` takes, a wrapper such as ``"slots_dtype"``, or
+        name: any name that :func:`optzoo.create` accepts, a wrapper such as ``"slots_dtype"``, or
             ``"optzoo"`` for the library itself.
 
     Returns:

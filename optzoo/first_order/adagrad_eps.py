@@ -40,7 +40,7 @@ def adagrad_eps(
     eps: float = 1e-8,
     initial_accumulator_value: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adagrad whose accumulator starts at zero, with an epsilon outside of the root.
+    r"""Adagrad with an accumulator that starts at zero, and an epsilon outside the root.
 
     .. math::
         A_t &= A_{t-1} + g_t^2 \\

@@ -84,7 +84,7 @@ def adam_gs(
         eps: :math:`\hat\epsilon`, at least 0.
 
     Raises:
-        ValueError: if ``update`` gets no global step.
+        ValueError: if ``update`` is called without ``global_step``.
 
     References:
         Kingma and Ba, `Adam: A Method for Stochastic Optimization
@@ -135,7 +135,7 @@ def lazy_adam_gs(
         eps: :math:`\hat\epsilon`, at least 0.
 
     Raises:
-        ValueError: if ``update`` gets no global step.
+        ValueError: if ``update`` is called without ``global_step``.
 
     References:
         Kingma and Ba, `Adam: A Method for Stochastic Optimization

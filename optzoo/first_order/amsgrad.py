@@ -25,7 +25,7 @@ class AMSGradSlots(NamedTuple):
     v_hat: NotNegative  # its maximum so far
 
     tf1 = TF1Names(
-        hint="; RETURNN's AMSGrad gives its variables no names: say which is which by "
+        hint="; RETURNN's AMSGrad does not name its variables: map them by "
         "variables={'0/slots/m/w': 'Variable_1', ...}"
     )
 

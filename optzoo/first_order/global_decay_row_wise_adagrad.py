@@ -31,7 +31,7 @@ def global_decay_row_wise_adagrad(
     start_step: int = 0,
     lower_bound: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Row-wise Adagrad whose decoupled decay acts at every update, on all rows.
+    r"""Row-wise Adagrad with decoupled decay of all rows at every update.
 
     .. math::
         x' &= x_{t-1} \cdot \begin{cases}
@@ -64,7 +64,7 @@ def global_decay_row_wise_adagrad(
         weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0.
         start_step: :math:`s`, the first update that applies missed decay, an int, at least 0. A
             static argument: it cannot be injected.
-        lower_bound: :math:`b`, the least factor, in [0, 1].
+        lower_bound: :math:`b`, the smallest factor, in [0, 1].
 
     Raises:
         ValueError: if no params are given to ``update``.

@@ -32,7 +32,7 @@ class Problem:
         name: a short name, used in tables and file names.
         init: ``init(key) -> params``; each seed has other initial parameters.
         loss: ``loss(params, batch) -> scalar``, the function to minimize. ``batch`` has the
-            structure of ``train``. Tables read by :func:`optzoo.lookup` get row-sparse gradients.
+            structure of ``train``. Tables read by :func:`optzoo.lookup` have row-sparse gradients.
         train: a tree of arrays whose leading axis is the examples.
         valid: the same for the held-out data, which select the best rate.
         metrics: by name, ``metric(params, valid) -> scalar``, reported at the end of each run.

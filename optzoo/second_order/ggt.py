@@ -149,7 +149,7 @@ def ggt(
     Row-sparse gradients become dense (:func:`optzoo.rules.dense`), and the update is an array.
 
     A step reads the window twice and computes the products of every row with the newest one: only
-    that row of the Gram matrix :math:`M_t^\top M_t`, kept in the state, changes. The window takes
+    that row of the Gram matrix :math:`M_t^\top M_t`, kept in the state, changes. The window needs
     :math:`w` times the memory of the parameters; if the state is donated, it is updated in place.
 
     The slots of a parameter without a gradient are unchanged, and the oldest moment of its window,

@@ -274,7 +274,7 @@ def _by_step(coefficients: Any, steps: int) -> tuple[tuple[Any, Any, Any], ...]:
     if wrong := [row for row in rows if np.shape(row) != (3,)]:
         raise ValueError(f"{must}, got {wrong[0]!r}")
     if len(rows) != steps:
-        raise ValueError(f"{must}, got {len(rows)} of them: ns_steps is {steps}")
+        raise ValueError(f"{must}, got {len(rows)} rows for ns_steps={steps}")
     for coefficient in itertools.chain(*rows):
         check_finite(ns_coefficients=coefficient)
     return tuple(map(tuple, rows))

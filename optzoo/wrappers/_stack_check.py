@@ -5,9 +5,9 @@ stacks and on one parameter of each, and the operations are counted without thei
 reduces different axes of a stack, and a rule that depends on ranks, sizes or names has different
 operations.
 
-This check finds common mistakes but is no proof: only the second and the last parameter of each
-stack are compared with the stack, which has the name of the first. ``optzoo.testing.check_stacked``
-compares values.
+This check finds common mistakes but does not prove correctness: only the second and the last
+parameter of each stack are compared with the stack, which has the name of the first.
+``optzoo.testing.check_stacked`` compares values.
 """
 
 import collections

@@ -111,7 +111,7 @@ def stacked(
     def init(params):
         if any(map(is_stack, jax.tree.leaves(params, is_leaf=is_stack))):
             raise ValueError(
-                "optzoo.stacked is inside optzoo.stacked, which is not supported: use one of them"
+                "optzoo.stacked is inside optzoo.stacked, which is not supported: use only one"
             )
         layout = layout_by_shape(params)
         _check_not_sharded(params, layout)

@@ -119,7 +119,7 @@ def test_what_is_not_trained_may_have_any_axes():
         ({"axes": ("io", 3)}, TypeError, "axes must be a string such as 'io', or a tuple"),
         ({"axes": ("io", "oi")}, ValueError, "axes must be one string for each number of axes"),
         ({"ns_coefficients": "dion"}, TypeError, "ns_coefficients must be three numbers, or"),
-        ({"ns_coefficients": EACH}, ValueError, "got 3 of them: ns_steps is 5"),
+        ({"ns_coefficients": EACH}, ValueError, "got 3 rows for ns_steps=5"),
         ({"ns_coefficients": (1, 2)}, ValueError, r"got \(1, 2\)"),
         ({"iteration_dtype": "float16"}, ValueError, "must be one of bfloat16, float32, float64"),
         ({"iteration_dtype": "int32"}, TypeError, "must be a floating-point dtype or None"),

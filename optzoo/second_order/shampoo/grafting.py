@@ -43,7 +43,7 @@ def graft(
     optimizer can be used with another: ``graft(optzoo.ggt(1.0), optzoo.adam(1e-3))`` moves each
     parameter as far as Adam does. The sign is that of ``direction``.
 
-    Norms are computed in float32 at least; an update has the dtype of :math:`d_t`. A missing
+    Norms are computed in at least float32; an update has the dtype of :math:`d_t`. A missing
     gradient (None) has no update.
 
     Row-sparse gradients are allowed where both transformations accept them. Rows that share an
@@ -59,9 +59,9 @@ def graft(
         [-0.0849 -0.1131] True
 
     Args:
-        direction: gives the direction. A constant factor, such as its learning rate, has no
-            effect.
-        length: gives the norm of each parameter's update.
+        direction: the transformation that determines the direction. A constant factor, such as its
+            learning rate, has no effect.
+        length: the transformation that determines the norm of each parameter's update.
 
     Raises:
         TypeError: at trace time, if a gradient is neither real floating-point nor SparseRows.
