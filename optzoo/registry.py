@@ -260,7 +260,7 @@ class _Found(NamedTuple):
     is_wrapper: bool = False
     rounds: bool = True  # whether its arguments are rounded as the original does
     arguments: Mapping[str, str] = MappingProxyType({})  # this library's, by a project's names
-    project: str = ""  # its name in a project, if that is where the name is from
+    project: str = ""  # its name in a project, if the name is from a project
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -340,7 +340,7 @@ def _table() -> dict[str, _Found]:
     return table | _ADDED
 
 
-# How a module is written in keys, in the order of replacement: not at all where a name means what
+# Modules as written in keys, in the order of replacement: empty where a name means what
 # it means without a module.
 _MODULES = (
     (r"^tensorflow\b", "tf"),
@@ -426,7 +426,7 @@ _OTHER_LIBRARIES = {
     "optax": "call the function of optax; optzoo accepts optax transformations",
     "torch": "docs/from_torch.md lists the equivalents of torch optimizers",
 }
-# Wrappers that no config describes.
+# Wrappers that cannot be described by a config.
 _CALLED = {
     "caughtup": "caught_up",
     "dividestates": "divide_states",
@@ -489,7 +489,7 @@ def _as_config(name_or_config: Any) -> dict[str, Any]:
     return dict(name_or_config)
 
 
-# What configs of older versions of Keras have beside the arguments, and what it must be.
+# Keys other than arguments in configs of older versions of Keras, with their required values.
 _OF_OLD_KERAS = {"decay": 0.0, "is_legacy_optimizer": None, "jit_compile": None}
 
 
@@ -576,7 +576,7 @@ _ARGUMENTS_OF = {
     "soap": {"precondition_frequency": "preconditioner_interval"},
     "variable_clipping": {"vars_to_clip_dims": "dims"},
 }
-# Arguments without a meaning here: of all optimizers, and of some.
+# Arguments without an effect in JAX: of all optimizers, and of some.
 _MEANINGLESS = {"name", "use_locking"}
 _MEANINGLESS_OF = {
     "adagrad_da": {"global_step"},  # it counts steps itself, or takes update(..., global_step=)
@@ -662,7 +662,7 @@ def _defaults(found: _Found) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
-# What the originals keep in double precision, or in that of the variable.
+# Values that the originals keep in double precision, or in that of the variable.
 _EXACT = {
     "initial_accumulator_value",
     "weight_decay_per_step",

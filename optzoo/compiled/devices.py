@@ -13,7 +13,7 @@ from jax.experimental import topologies
 
 from ..core.extras import how_to_install
 
-# The chips that libtpu knows, and slices of them that one can rent.
+# The chips that libtpu supports, and their available slices.
 _TPUS = {
     "v4": "2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4",
     "v5e": "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16",
@@ -23,7 +23,7 @@ _TPUS = {
 }
 _SLICE = re.compile(rf"({'|'.join(_TPUS)}):(\d+(?:x\d+){{1,2}})")
 _GPU = re.compile(r"h100(?::(\d+))?")
-# What XLA needs to know of a GPU that is not there: NVIDIA's data sheet of the H100 SXM5, in the
+# The properties of an absent GPU that XLA needs: NVIDIA's data sheet of the H100 SXM5, in the
 # format of `stream_executor/device_description.proto`.
 _H100 = """
 gpu_device_info {
@@ -69,7 +69,7 @@ def _devices_of(device: str) -> tuple[Any, ...]:
         return tuple(jax.devices("cpu"))
     if _SLICE.fullmatch(device):
         _need("libtpu", "tpu", device)
-        # No server is asked for a TPU, and another process may have loaded the compiler.
+        # Do not query the metadata server, and allow other processes to load the compiler.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
         return _topology(device, platform="tpu", topology_name=device)

@@ -20,7 +20,7 @@ _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _CALLED = re.compile(r"(\w+)=(?:%([\w.\-]+)|\{(%[^{}]*)\})")
 _BODIES = ("calls", "to_apply", "body", "condition", "branch_computations", "called_computations")
 _BODIES += ("true_computation", "false_computation")
-# Their results lie where an operand lies, or are computed by other operations of the program.
+# Their results are in the memory of an operand, or are computed by other operations.
 _IN_PLACE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "domain"),
     *("while", "conditional", "call", "after-all", "add-dependency"),
@@ -29,7 +29,7 @@ _IN_PLACE = {
 _IN_VMEM = "S(1)}"  # the end of a layout
 # The names of fusions that begin and end a collective on TPUs.
 _START, _DONE = "async-collective-start", "async-collective-done"
-NO_ESTIMATE = 2**62  # of so many cycles or more, where the compiler has none
+NO_ESTIMATE = 2**62  # at least this number of cycles, without an estimate of the compiler
 _SAME = ("get-tuple-element", "bitcast", "copy-done", "opt-barrier")
 
 
@@ -235,7 +235,7 @@ class Program:
         if operation.opcode == "custom-call":
             return "output_to_operand_aliasing=" in operation.attributes
         if operation.opcode != "fusion":
-            # An operation that runs beside others makes its result where it starts.
+            # An asynchronous operation allocates its result at its start.
             return operation.opcode in _IN_PLACE or operation.opcode.endswith(("-update", "-done"))
         inside = self._computations[operation.bodies["calls"][0]]
         makers = [self._source(operation, inside) for operation in _results(inside)]
@@ -284,11 +284,11 @@ def _operation(line: str) -> Instruction | None:
     operands = re.findall(r"%([\w.\-]+)", inside) or [s for s in inside.split(", ") if s]
     arrays, opcode = _arrays(result), opcode.strip()
     if opcode.endswith("-start") and len(arrays) > len(operands):
-        # Beside the results stand the operands, and numbers that identify it.
+        # The results are accompanied by the operands, and by numbers that identify the operation.
         arrays = [(dtype, size) for dtype, size in arrays[len(operands) :] if size > 4]
     dtypes, sizes = tuple(dtype for dtype, _ in arrays), tuple(size for _, size in arrays)
     moves = ""
-    if opcode == "copy-start" and _IN_VMEM in result:  # the result stands before the operand
+    if opcode == "copy-start" and _IN_VMEM in result:  # the result precedes the operand
         moves = "to VMEM" if _IN_VMEM in result.partition("]")[2].partition("[")[0] else "from VMEM"
     return Instruction(
         head[2], opcode, sizes, dtypes, tuple(operands), attributes, bool(head[1]), moves

@@ -23,9 +23,11 @@ from .devices import devices_of
 from .hlo import COLLECTIVES, NO_ESTIMATE, Instruction, Program
 from .requirements import Required, RequirementError
 
-# What takes time, in a schedule.
+# The operations of a schedule that need time.
 _COMPUTING = ("fusion", "while", "call", "conditional", "convolution", "dot", "custom-call")
-_SMALL = 1 / 8  # of the largest donated array: what is smaller is no table and no slot of one
+_SMALL = (
+    1 / 8
+)  # of the largest donated array: smaller arrays are neither tables nor slots of tables
 _LISTED = 10  # of each kind, by str
 
 
@@ -499,7 +501,7 @@ def _sending(program: Program) -> Iterator[tuple[Instruction, Instruction, bool]
         for part in (operation, *program.parts(operation)):
             if _kind(part):
                 number = part.attribute(r"channel_id=(\d+)")
-                # On TPUs several fusions begin, do and end the one that is a part of each.
+                # On TPUs several fusions start, execute and end the collective that each contains.
                 is_fused = operation.opcode == "fusion"
                 if not is_fused or number is None or number not in fused:
                     yield operation, part, in_loop
@@ -544,7 +546,7 @@ def _kind(operation: Instruction) -> str | None:
 
 
 def _costs(compiled: Any) -> dict[str, float]:
-    costs = compiled.cost_analysis()  # by some backends in a list, by others not at all
+    costs = compiled.cost_analysis()  # some backends return a list, others nothing
     return (costs[0] if isinstance(costs, list) else costs) or {}
 
 

@@ -128,7 +128,7 @@ def agn(
         counters = jax.tree.map(lambda a, is_slot: None if is_slot else place(a), state, is_slot)
         mean = lambda x, a: jnp.where(pushes, a / since.astype(a.dtype), 0)
         mean = map_not_none(mean, params, accumulated)
-        # A parameter of which no replica had a gradient is left as it is.
+        # A parameter without a gradient on any replica is unchanged.
         arrived = jax.tree.map(lambda c: jnp.int32(c & pushes), came)
         pushed, counters, pushers, arrived = replicas.sum(
             (mean, counters, here.astype(jnp.int32), arrived)
@@ -142,7 +142,7 @@ def agn(
         updates, after = inner.update(pushed, before, center, **extra_args)
         arrived = jax.tree.map(lambda number: number > 0, arrived)
         updates, after = leave_out(inner, arrived, updates, after, before)
-        # Each replica counts the push by its own counters: of this update nothing else is used.
+        # Each replica counts the push with its own counters; the rest is not used.
         own = jax.tree.map(lambda a, c, is_slot: c if is_slot else a, state, before, is_slot)
         ours = replicas.vary((pushed, own, center))
         _, counted = inner.update(*ours, **extra_args)

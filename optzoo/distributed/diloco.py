@@ -42,7 +42,9 @@ class Pending(NamedTuple):
 class DiLoCoPerReplica(NamedTuple):
     """State of each replica, with ``error_feedback``."""
 
-    residual: Any  # params-shaped: what rounding left of what it sent, a part of a pseudo-gradient
+    residual: (
+        Any  # params-shaped: the rounding error of its last exchange, a part of a pseudo-gradient
+    )
 
 
 @recorded
@@ -212,7 +214,7 @@ def diloco(
         branches = replicas.mean_gradients, replicas.spread_gradients
         of_warmup = count <= warmup_steps
         means, some = lax.cond(of_warmup, *branches, updates, jnp.asarray(arrived))
-        # Without any gradient there is no step: one of zeros would move parameters by their slots.
+        # Without any gradient there is no step: zeros would move parameters by their slots.
         return means, per_replica, None if everyone else some
 
     def of_fragment(fragment, center, tree):
@@ -229,7 +231,7 @@ def diloco(
         def weighted(x):
             if share is None:
                 return x
-            # Without weight a replica does not count, whatever its parameters are (NaN, too).
+            # A replica with weight 0 is excluded, even if its parameters are NaN.
             return jnp.where(share == 0, 0, x * share.astype(x.dtype))
 
         counts = arrived.astype(jnp.int32), share
@@ -248,9 +250,9 @@ def diloco(
         if exchange_dtype is None:
             change = lambda c, s: c - mean(s)
         else:
-            # A change is small, and so is what rounding takes from it. What is sent sums to the
-            # pseudo-gradient itself, so that what rounding leaves is a part of it, and fits into
-            # the next one whatever weights that has, and how many arrive.
+            # Changes are small, and so are their rounding errors. The sent values sum to the
+            # pseudo-gradient itself: the rounding error is a part of it, and can be added to the
+            # next one for any weights and arrivals.
             sent = map_not_none(lambda x, c: mean(weighted(c - x)), sent, center)
             if error_feedback:
                 residual = of_fragment(fragment, center, per_replica.method.residual)
@@ -260,7 +262,7 @@ def diloco(
         difference = lambda c, s: jnp.zeros_like(c) if s is None else change(c, s)
         delta = jax.tree.map(difference, center, sums)
         if error_feedback:
-            # A replica that did not arrive has rounded the sum of the others, and keeps all else.
+            # A replica that did not arrive has rounded the others' sum, and keeps its error.
             keep = lambda new, r: jnp.where(enough, jnp.where(arrived, new, r + new), r)
             old = per_replica.method.residual
             residual = replace_not_none(old, map_not_none(keep, lost, old))
@@ -276,7 +278,7 @@ def diloco(
         step = lambda _, c, d, u: jnp.where(enough, jnp.where(warm, c - d, c + u), c)
         taking_part = of_fragment(fragment, center, params)
         moved = map_not_none(step, taking_part, center, delta, updates)
-        # Without mixing a replica that is not finite takes the center all the same.
+        # Without mixing, a replica that is not finite also takes the center.
         mixed = lambda c, x: jnp.where(mixing == 0, c, c + mixing * (x - c))
         take = lambda c, x: jnp.where(enough, mixed(c, x), x)
         params = replace_not_none(params, map_not_none(take, moved, params))

@@ -227,7 +227,7 @@ class _SyncReplicas:
             accumulator=accumulator,
             inner=of_inner,
         )
-        # A replica whose gradient was accepted waits for the update; the others read at once.
+        # A replica whose gradient was accepted waits for the update; others read immediately.
         waiting |= accepted & self.hold
         reads = arrived | (waiting & fire)
         per_replica = SyncReplicasPerReplica(
@@ -268,7 +268,7 @@ class _SyncReplicas:
             now = {"update": old.global_step + 1, "accepted": number, "most": most}
             sums, accumulator = accumulate_sums(accumulator, sums, updates, **now)
             number += old.count
-            # Of a gradient that is None there may be a sum of earlier ones.
+            # For a gradient of None there may be a sum of earlier gradients.
             like = lambda g, total: total if g is None else g
             updates = jax.tree.map(like, updates, sums, is_leaf=is_sparse_or_none)
         divide = divide_gradients

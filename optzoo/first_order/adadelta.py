@@ -54,7 +54,7 @@ def scale_by_adadelta(b2: float = 0.95, eps: float = 1e-8) -> optax.GradientTran
             return factor(s.accum_update + b2 * eps, divisor, b2 * eps) * g
 
         new = AdadeltaSlots(accum, b2 * s.accum_update + (1 - b2) * d**2)
-        # With 0 the new slots keep nothing of the old ones, which the update needs.
+        # With 0 the new slots do not depend on the old ones, which the update needs.
         return (d if isinstance(b2, float | int) and b2 == 0 else update), new
 
     return leafwise(rule, slots=AdadeltaSlots(zeros, zeros))

@@ -105,7 +105,7 @@ def amsgrad(
         original divides zero by zero and its parameter stays NaN. Row-sparse gradients and float64
         are accepted; the original raises a TypeError.
     """
-    # Two counts: in RETURNN the rate follows the global step, and the decay a step of its own.
+    # Two counts: in RETURNN the rate depends on the global step, and the decay on its own step.
     direction = scale_by_amsgrad(b1, b2, eps, decay_learning_rate)
 
     def deferral(dense):  # v_hat, the largest v so far, does not decay

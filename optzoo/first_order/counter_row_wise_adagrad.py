@@ -116,13 +116,11 @@ def counter_row_wise_adagrad(
     Up to update ``start_step`` both modes are off, but :math:`h` is as above.
 
     Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.interop.fbgemm.counter_row_wise_adagrad(0.1)
-        >>> table = jnp.ones((3, 2))
-        >>> gradient = optzoo.SparseRows(jnp.array([2]), jnp.full((1, 2), 5.0), 3)
-        >>> updates, state = tx.update(gradient, tx.init(table), table)
-        >>> print(optzoo.get_slot(state, "row_counter"))  # how often each row came
-        [0. 0. 1.]
+        >>> import jax.numpy as jnp, optzoo >>> tx =
+        optzoo.interop.fbgemm.counter_row_wise_adagrad(0.1) >>> table = jnp.ones((3, 2)) >>>
+        gradient = optzoo.SparseRows(jnp.array([2]), jnp.full((1, 2), 5.0), 3) >>> updates, state =
+        tx.update(gradient, tx.init(table), table) >>> print(optzoo.get_slot(state, "row_counter"))
+        # the counter of each row [0. 0. 1.]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

@@ -39,7 +39,7 @@ def count_for_each_row(x: Any) -> Array:
 
 def gap_since(prev_iter: Array, t: Array) -> Array:
     """The number of updates since the last one of a row; 1 at its first."""
-    # Where counts end they go back by a cycle, but never so the row.
+    # At the end of their range counts return by one cycle, but the counts of rows do not.
     return jnp.where(prev_iter == 0, 1, jnp.maximum(t - prev_iter, 0))
 
 

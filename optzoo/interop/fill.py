@@ -24,13 +24,13 @@ from ..state.types import LeafwiseState, ReplicaState, map_nodes, nodes_of
 class Source(NamedTuple):
     """The slots and counts that another library has for one parameter."""
 
-    slots: Mapping[str, Any]  # arrays by the names of the slots here
+    slots: Mapping[str, Any]  # arrays by the names of this library's slots
     count: int | None  # the number of its updates, if it is known
 
 
-# These begin at the parameters.
+# These are initialized from the parameters.
 _AVERAGES = (MovingAverageSlots, EMANesterovSlots)
-# What of optax counts updates beside its optimizers.
+# The states of optax that count updates, besides its optimizers.
 COUNTING = {
     optax.ScaleByScheduleState: "count",
     optax.InjectHyperparamsState: "count",

@@ -88,7 +88,7 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         xs, treedef = jax.tree.flatten(params)
         names = [path_name(path) for path, _ in leaves_with_path(params)]
         built, probe = _build(new(), names, xs), _probe(new())
-        # All names, whatever the parameters are, so that optax.tree.map_params finds them.
+        # All names, for any parameters, so that optax.tree.map_params finds them.
         variables = {k: jnp.array(v.value) for k, v in (probe.variables | built.variables).items()}
         put = lambda x, v: optax.MaskedNode() if v is None else _placed_like(x, v.value)
         slots = {name: [None] * len(xs) for name in probe.slots} | built.slots
@@ -103,7 +103,7 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
             return updates, state
         return apply(map_rows(SparseRows.to_dense, updates), state, params, learning_rate)
 
-    @jax.jit  # outside of any jit the optimizer would be built anew each time
+    @jax.jit  # outside jit the optimizer would be rebuilt at each call
     def apply(updates, state, params, rate):
         gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
         paths = leaves_with_path(updates, is_leaf=is_sparse_or_none)

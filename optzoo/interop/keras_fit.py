@@ -31,7 +31,7 @@ from .keras_import import import_keras
 keras = import_keras()
 _Base: Any = keras.optimizers.Optimizer
 
-# What is in the place of an argument of Keras' optimizers.
+# The alternatives to arguments of Keras' optimizers.
 _INSTEAD = {
     "clipnorm": "put optzoo.transforms.clip_by_norm before it in an optax.chain",
     "clipvalue": "put optax.clip before it in an optax.chain",
@@ -42,7 +42,7 @@ _INSTEAD = {
     "ema_overwrite_frequency": "use optzoo.moving_average",
     "gradient_accumulation_steps": "use optzoo.accumulate",
 }
-# What a transformation is tried with before the variables of the model are known.
+# The sample with which a transformation is checked before the model's variables are known.
 _SAMPLE = {"kernel": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
 
 

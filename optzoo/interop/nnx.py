@@ -25,7 +25,7 @@ except ImportError as error:
         f"optzoo's functions for Flax NNX need Flax: {how_to_install('flax')}"
     ) from error
 
-# Values in the place of variables. Before Flax 0.12.7 it has another name.
+# Values instead of variables. Before Flax 0.12.7 the function has another name.
 as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
 
 

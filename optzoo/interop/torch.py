@@ -138,7 +138,7 @@ def from_torch(
                 raise ValueError(f"tx has several {kind.__name__} for '{name}'")
             value = _array(parameter.state[field])
             if parameter.kind == "RMSprop" and field == "momentum_buffer":
-                # Here the learning rate is in it, and in optax its opposite.
+                # Here the slot contains the learning rate, with the opposite sign in optax.
                 sign = -1 if kind is optax.TraceState else 1
                 value = value * sign * float(_array(parameter.options["lr"]))
             if name in turned and value.ndim == len(turned[name]):

@@ -92,7 +92,7 @@ def ftrl(
         parameter becomes zero. The original gives NaN for row-sparse gradients, and infinity where
         shrinkage makes the numerator nonzero.
     """
-    # An array is the rate of one step of a schedule, injected by optax, which may be zero.
+    # An array is the rate of one step, injected by optax from a schedule, and may be zero.
     check_rate(learning_rate, positive=not isinstance(learning_rate, Array))
     check("zero or negative", lambda v: v <= 0, learning_rate_power=learning_rate_power)
     check_not_negative(
@@ -105,7 +105,7 @@ def ftrl(
     l1, l2 = l1_regularization_strength, l2_regularization_strength
     shrinkage = l2_shrinkage_regularization_strength
 
-    # What optax.inject_hyperparams injects is traced and cannot be compared.
+    # Values of optax.inject_hyperparams are traced and cannot be compared.
     is_square_root = isinstance(learning_rate_power, float) and learning_rate_power == -0.5
     has_beta = not (isinstance(beta, float | int) and beta == 0)
 
@@ -114,7 +114,7 @@ def ftrl(
 
     def rule(g, x, s, t, learning_rate):
         learning_rate, unless_zero = _with_zero(learning_rate)
-        # With neither a gradient nor shrinkage the slots stay as they are.
+        # Without a gradient and shrinkage the slots are unchanged.
         g, strength = unless_zero(g), unless_zero(shrinkage)
         sigma = (to_rate(s.accum + g**2) - to_rate(s.accum)) / learning_rate
         linear = s.linear + g + 2 * strength * x - sigma * x

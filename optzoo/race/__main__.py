@@ -102,7 +102,9 @@ def _signals_raise() -> Iterator[None]:
         raise _Stopped(number)
 
     before = {}
-    if threading.current_thread() is threading.main_thread():  # Python allows it there alone
+    if (
+        threading.current_thread() is threading.main_thread()
+    ):  # Python allows it in the main thread only
         found = [getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP")]
         before = {s: signal.getsignal(s) for s in found if s is not None}
     before = {s: handler for s, handler in before.items() if handler == signal.SIG_DFL}
@@ -280,7 +282,7 @@ class _Screen:
         self.console.print(text, markup=False, **more)
 
 
-# So many rows of a table are shown in a terminal.
+# The number of rows of a table that are shown in a terminal.
 _ROWS = 6
 # A race of 5:45 minutes on quiet cores took 15 to 20 minutes on busy ones.
 _BUSY = 3.5

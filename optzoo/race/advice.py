@@ -18,11 +18,11 @@ from .summary import (
     widths,
 )
 
-# What the models of a problem are called, by whether it has embedding tables.
+# Descriptions of the models of problems without and with embedding tables.
 _MODELS = {False: "dense models", True: "models with embedding tables"}
-# A place in the last quarter of a table is named beside a recommendation.
+# A rank in the last quarter of a table is mentioned with a recommendation.
 _AMONG_THE_LAST = 3 / 4
-# And so is a step that takes so many times as long as with the first of that table.
+# So is a step time above this multiple of that of the best optimizer in the table.
 _SLOW = 2
 
 

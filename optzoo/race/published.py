@@ -30,7 +30,7 @@ class Run(NamedTuple):
     arguments: dict[str, float]  # of the optimizer
     seed: int  # of the graph
     shuffle: str  # the order of its examples: op seed/graph seed
-    hessian: int  # which problem it was of those that its process built
+    hessian: int  # the index of the problem among those that its process built
     epochs: tuple[int, int]  # the first and the last one of the losses
     train: np.ndarray  # loss on the training data at the end of each epoch
     test: np.ndarray

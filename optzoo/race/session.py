@@ -199,7 +199,7 @@ def run(
         for key in _doubtful_times({key: known[key] for key in todo}):
             if key not in found:
                 known[key] = _timed_again(known[key], start_of(key[0]), contenders[key[1]])
-    except BaseException:  # Ctrl-C, a signal, an error: what is finished has a page
+    except BaseException:  # also after Ctrl-C, a signal or an error
         save(publish=True)
         raise
     notify()

@@ -15,7 +15,9 @@ from .eigh import by_platform, decompose, eigh, one_by_one
 
 matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
-EQUAL = 1e-6  # eigenvalues that differ by less, relative to the largest, count as equal
+EQUAL = (
+    1e-6  # eigenvalues with a smaller difference, relative to the largest, are regarded as equal
+)
 # Above this size matrices are decomposed one after the other on a TPU: XLA needs four to five times
 # as long to compile a QR decomposition of several matrices of 512 or 768 as of one.
 ONE_BY_ONE = 256

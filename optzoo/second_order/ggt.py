@@ -197,7 +197,7 @@ def ggt(
     direction = scale_by_ggt(
         b1, window, eps, svd_eps, sigma_eps, window_dtype=window_dtype, axis_name=axis_name
     )
-    # Two counts: in TensorFlow the rate follows the global step, and GGT a step of its own.
+    # Two counts: in TensorFlow the rate depends on the global step, and GGT on its own step.
     return chain(direction, scale_by_learning_rate(learning_rate))
 
 
@@ -263,7 +263,7 @@ def _divided_differences(values: Array, epsilons: tuple[Any, Any, Any]) -> Array
     return first + jnp.where(q[0] > eps, last, 0)
 
 
-@jax.jit  # outside of jit a conditional alone is compiled at each call
+@jax.jit  # outside jit a conditional is compiled at each call
 def _push(windows, rows, p):
     """The windows, each with its row of ``rows`` at position ``p``; unchanged for a row of None."""
 

@@ -394,7 +394,7 @@ def _orthogonal(options: MuonOptions, u: Array) -> Array:
         raise ValueError(
             f"iteration_dtype {dtype.name} needs jax.config.update('jax_enable_x64', True) first"
         )
-    # Sums are wide, and what the next product takes is rounded.
+    # Sums are in a wide dtype, and operands of the next product are rounded.
     dtype_of_sums = promote_types(dtype, jnp.float32)
     wide = lambda x: x.astype(dtype_of_sums)
     rounded = lambda x: rounding_cast(x, dtype)

@@ -26,7 +26,7 @@ from ..core.meshes import (
 )
 from ..core.numerics import saturating_cast
 
-# work(stack) -> a stack of the same shape (n, *shape): something of each matrix by itself
+# work(stack) -> a stack of the same shape (n, *shape), computed for each matrix independently
 Work = Callable[[Array], Array]
 
 

@@ -367,7 +367,7 @@ def _update(
         directions.append(d)
         find = _kl_statistics if options.kl_statistics else _statistics
         slots.append(work.slots._replace(m=m, v=v, **find(options, work, turned, t)))
-    # What is read in the old bases comes first: then the new ones can be written over them.
+    # All reads of the old bases come first, so that the new bases can overwrite them.
     late = _after(directions, t)
     slots, failed = _renewed(options, works, slots, late, preconditioner_interval)
     finished = iter([_end(*parts) for parts in zip(works, directions, slots, strict=True)])

@@ -16,4 +16,4 @@ def moved_update(u: Any, moved: Any, x: Any) -> Any:
     if moved is x or u is None:
         return u
     new = moved + upcast(u)
-    return (new - upcast(x)).astype(u.dtype)  # their sum then has the rounding of the new ones
+    return (new - upcast(x)).astype(u.dtype)  # the sum is then rounded as the new parameters

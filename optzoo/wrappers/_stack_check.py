@@ -44,7 +44,7 @@ def check_same_operations(
         ValueError: if the operations differ.
     """
     gs, treedef = flatten_with_stacks(updates)
-    # Something must take the place of the parameters in the state.
+    # The state needs placeholders for the parameters.
     xs = gs if params is None else flatten_with_stacks(params)[0]
 
     def run(gs, xs):

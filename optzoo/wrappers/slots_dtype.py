@@ -174,7 +174,9 @@ def slots_dtype(
         jnp.dtype(dtype).name in KINDS
     ):  # each update would round a row, and none rounds a deferred one
         about = about._replace(deferral=None)
-    if stochastic:  # random bits by the places of rows: that they are alone must be proved
+    if (
+        stochastic
+    ):  # random bits depend on positions of rows, which must be proved to be independent
         about = about._replace(row_wise=False)
     return fitting(Optimizer(init, update, about))
 
@@ -269,7 +271,7 @@ def _in_8_bits(name: str, inner: Any, params: Any, state: Any) -> Any:
     of_slot = functools.partial(_coded, kinds, undivided)
     state = map_nodes(LeafwiseState, code, state)
     warn_of_whole(undivided)
-    # Without parameters, as optax.tree.map_params asks for a state, there is nothing to miss.
+    # Without parameters, as in optax.tree.map_params, no slot can be missing.
     if has_codes(state) or not others or not jax.tree.leaves(params):
         return state
     raise ValueError(
@@ -297,7 +299,7 @@ def _coded(kinds: Any, undivided: dict[str, None], what: Any, slots: Any) -> Any
         codes = jax.eval_shape(encode_one, a)
         if divides_groups(a.sharding, codes):
             undivided[f"parameters of shape {a.shape}"] = None
-        # On automatic axes XLA would choose other places.
+        # On automatic axes XLA would choose another sharding.
         return jax.jit(encode_one, out_shardings=sharding_of_codes(a.sharding, codes))(a)
 
     code = in_lines(lambda a: encode(a) if takes_codes(a) else a)

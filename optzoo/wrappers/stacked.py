@@ -125,7 +125,7 @@ def stacked(
         check_gradients(updates, params, allow_complex=True)
         own = layout_of(state)
         kinds = _kinds(updates, params)
-        # Without slots any layout is right, for the state has none.
+        # Without slots any layout is valid, as the state has none.
         layout = own or layout_by_shape(updates if params is None else params)
         layout = tuple(m for members in layout for m in _grouped(members, kinds, max_members))
         flags = {k: v if isinstance(v, bool | str) else None for k, v in extra_args.items()}

@@ -38,7 +38,7 @@ def encode(parts: Array, few: Few) -> Array:
         scales = jnp.max(jnp.abs(parts), axis=-1, keepdims=True) / most
         codes = jnp.clip(jnp.round(_divide(parts, scales)), -most, most) + most
     packed = _pack(codes.astype(jnp.uint8), _bits(few))
-    # One message: of several only one may travel beside other operations.
+    # One message: of several messages only one may overlap with other operations.
     return jnp.concatenate([_rows(packed), _rows(lax.bitcast_convert_type(scales, jnp.uint8))], 1)
 
 

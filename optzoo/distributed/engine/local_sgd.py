@@ -94,7 +94,7 @@ def local_sgd(
     return Optimizer(driver.init, driver.update, about)
 
 
-# What an exchange may change: the updates, and both parts of the state.
+# The values that an exchange may change: the updates, and both parts of the state.
 _Carry = tuple[Any, LocalSGDReplicated, LocalSGDPerReplica]
 
 
@@ -152,7 +152,7 @@ class _Driver:
 
         before = per_replica
         if self.method.before_step is not None:
-            # A replica that makes no step has no gradient.
+            # A replica without a step has no gradient.
             gives = arrived if active is None else jnp.logical_and(arrived, active)
             now = {"count": replicated.count, "exchange": exchange, "arrived": gives}
             before_step = self.method.before_step
@@ -246,7 +246,7 @@ class _Driver:
         """The updates and the state after several exchanges, one after the other."""
         updates, replicated, per_replica = carry
         replicated = self._put(jax.memory.Space.Device, replicated)
-        # A parameter of integers takes no part, and is None.
+        # Integer parameters do not take part, and are None.
         start = map_not_none(lambda u, x: upcast(x), updates, params)
         # Gradients may be wider than parameters; what an exchange carries keeps its dtype.
         add = lambda x, u: x + u.astype(x.dtype)

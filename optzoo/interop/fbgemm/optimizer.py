@@ -290,7 +290,7 @@ def _adam_arguments(given: _Given) -> tuple[Any, float, float, float]:
     return given.learning_rate, given.beta1, given.beta2, given.eps
 
 
-# What each optimizer reads, or `fbgemm_optimizer` itself.
+# The arguments that each optimizer, or `fbgemm_optimizer` itself, reads.
 _OF_ALL = frozenset(
     {
         *("optimizer", "learning_rate", "gradient_clipping", "max_gradient"),
@@ -344,7 +344,7 @@ _REFUSED = {
     "SHAMPOO_V2": "FBGEMM does not implement it for tables: use optzoo.blocked_shampoo",
     "NONE": "it makes no update: use optax.set_to_zero",
 }
-# Names that mean the same in `create` without `EmbOptimType`: no other optimizer has them.
+# Names that are unique, and valid in `create` without `EmbOptimType`.
 _UNAMBIGUOUS = (
     "EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD", "EMAINPLACE_ROWWISE_ADAGRAD",
     "ENSEMBLE_ROWWISE_ADAGRAD", "LARS_SGD", "ROWWISE_RMSPROP_AR",

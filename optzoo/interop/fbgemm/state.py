@@ -33,7 +33,7 @@ Tables = Mapping[str, str] | Callable[[str], str] | None
 
 _COUNTED = {"prev_iter": "prev_iter", "row_counter": "row_counter"}
 _MEANS = {"m": "momentum1", "v": "momentum2"}
-# What FBGEMM calls each slot of an optimizer.
+# FBGEMM's names of the slots of each optimizer.
 _NAMES: dict[type, dict[str, str]] = {
     AdagradSlots: {"accumulator": "momentum1"},
     AdamSlots: _MEANS,

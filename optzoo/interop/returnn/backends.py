@@ -22,7 +22,7 @@ from .keys import hint
 from .torch_adams import scale_by_torch_nadam, scale_by_torch_radam
 from .values import flag, not_negative, number, whole
 
-# What of the default optimizer's dict says which parameters decay, beside biases.
+# Keys of the default optimizer's dict that select the parameters that decay, besides biases.
 BLACKLIST, DECAY_CHECK = "weight_decay_modules_blacklist", "weight_decay_custom_include_check"
 
 
@@ -268,7 +268,7 @@ def _torch_complete(
     return _completed("torch", _TORCH, optimizer)
 
 
-# They change no value.
+# They do not change values.
 _TORCH_SPEED = ("foreach", "fused", "capturable", "differentiable")
 _TORCH_REFUSED = ("amsgrad", "dampening", "lr_decay", "maximize")
 

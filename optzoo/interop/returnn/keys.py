@@ -17,12 +17,12 @@ EPOCH_OPTIONS = (
     "newbob_relative_error_threshold",
 )  # fmt: skip
 _OLD_SWITCHES = ("adam", "nadam", "adadelta", "adagrad", "rmsprop", "momentum")
-# They change no value: the state is an argument, and nothing is updated in parallel.
+# They do not change values: the state is an argument, and nothing is updated in parallel.
 _WITHOUT_EFFECT = (
     "optimizer_use_locking", "debug_save_updater_vars", "debug_add_check_numerics_on_output",
 )  # fmt: skip
-# They resemble options of the updater, but belong to the engine or to the data.
-# What RETURNN's LearningRateControl has as arguments, but does not read under these names.
+# They resemble options of the updater, but are options of the engine or the data, or arguments of
+# RETURNN's LearningRateControl that are not options.
 UNREAD = (
     "newbob_relative_error_threshold_div_by_old", "relative_error_div_by_old",
     "relative_error_threshold",

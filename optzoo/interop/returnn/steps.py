@@ -68,7 +68,7 @@ def _noisy_and_clipped(key: Any, name: str, o: ParamOptions, g: Any) -> Any:
     """
     if o.gradient_noise:
         g = dense(g)
-        # By the name, so that the noise of a parameter does not depend on which others there are.
+        # By the name, so that the noise of a parameter does not depend on other parameters.
         key = jax.random.fold_in(key, zlib.crc32(name.encode()))
         noise = jax.random.truncated_normal(key, -2, 2, jnp.shape(g), jnp.float32)
         g = on_listed(lambda v: v + o.gradient_noise * noise, g)

@@ -227,7 +227,7 @@ class _Updater:
 
     def init(self, params: Any) -> UpdaterState:
         names = [path_name(path) for path, _ in leaves_with_path(params)]
-        # optax.masked shows a part of the parameters, which may lack those of a layer.
+        # optax.masked passes only some parameters, possibly without those of a layer.
         if names and not hides_leaves(params):
             self.options.check_names(names)
         shared = {}

@@ -158,10 +158,10 @@ def _function(rows: RowOptimizer) -> Any:
     def optzoo_update(gradient, row, *rest):
         arguments = gradient, row, *rest
         closed = jax.make_jaxpr(rows.update_row)(*arguments)
-        # Version 0.1.0 makes arguments of the constants of a jaxpr, which nobody would pass.
+        # Version 0.1.0 converts the constants of a jaxpr to arguments, which are never passed.
         constants = map(inline_constant, closed.consts)
         first, *slots = jax.core.eval_jaxpr(closed.jaxpr, list(constants), *arguments)
-        # An argument that nothing depends on would be dropped when the function is lowered.
+        # An unused argument would be dropped when the function is lowered.
         used = used_inputs(closed.jaxpr)
         for argument in (a for a, is_used in zip(arguments, used, strict=True) if not is_used):
             first = jnp.where(jnp.zeros(row.shape, bool), argument, first)

@@ -48,7 +48,7 @@ def check_load(
         raise ValueError(
             f"the checkpoint does not fit, and nothing was loaded{hint}:\n  " + "\n  ".join(lines)
         )
-    # Scalars of the state do not count as found: every Adam has the same beta powers.
+    # Scalars are no evidence of a match: every Adam has the same beta powers.
     arrays = [array for array in plan.arrays if array.shape]
     wanted = {source.variable for source in (*plan.parameters, *arrays, *plan.vectors)}
     if partial and wanted and wanted.isdisjoint(given):

@@ -20,8 +20,10 @@ from . import table
 from .parts import Parts, Slice, Stored, put_together
 
 _DATA = ".data-00000-of-00001"
-_OBJECTS = "_CHECKPOINTABLE_OBJECT_GRAPH"  # what files of tf.train.Checkpoint have
-_UNREAD = "optzoo_unfinished_save"  # in an index while it is replaced, and after a kill then
+_OBJECTS = "_CHECKPOINTABLE_OBJECT_GRAPH"  # a name in all files of tf.train.Checkpoint
+_UNREAD = (
+    "optzoo_unfinished_save"  # in an index while it is replaced, or if the process is then killed
+)
 _PART = re.compile(r"(.+)\.(?:index|meta|data-\d{5}-of-\d{5})", re.DOTALL)
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
@@ -266,7 +268,7 @@ def _read_prefix(path: str) -> dict[str, Stored]:
         )
     tf = import_tensorflow()
     decode_error = importlib.import_module("google.protobuf.message").DecodeError
-    # The reader turns some of TensorFlow's errors into Python's.
+    # The reader converts some of TensorFlow's errors to Python's.
     errors = tf.errors.OpError, IndexError, OSError, RuntimeError, TypeError, ValueError
     while True:
         before = _identity(index)
@@ -280,7 +282,7 @@ def _read_prefix(path: str) -> dict[str, Stored]:
                 names = {n for n in dtypes if n not in in_parts and not n.startswith(_UNREAD)}
                 whole = {name: np.asarray(reader.get_tensor(name)) for name in names}
                 parts = _read_parts(path, in_parts, dtypes)
-            if not in_parts or _identity(index) == before:  # all are of one save
+            if not in_parts or _identity(index) == before:  # all files are from one save
                 return whole | parts
         except ValueError:
             if _identity(index) == before:

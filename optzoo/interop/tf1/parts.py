@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 Slice = tuple[tuple[int, int], ...]  # for each axis where it starts, and how long it is
-# Where a file has a variable: the names and slices there, None for all of what has the name.
+# The location of a variable in a file: names and slices, None for the whole variable.
 Pieces = list[tuple[str, Slice | None]]
-UNKNOWN = "?"  # a letter of a scope that the names of its slots do not have
+UNKNOWN = "?"  # a character of a scope that is missing in the names of its slots
 
 
 class Parts(NamedTuple):
@@ -205,7 +205,7 @@ def _readings(
         parts = {number: part for number, part in enumerate(slices) if part in own}
         scopes = [_scope_of(parameter, number, between) for number in parts]
         if between and set(parts.values()) == own and None not in scopes:
-            # Of a part with a longer number one letter more is unknown.
+            # For a part with a longer number, one more character is unknown.
             left = _hide(scopes[0] or "", len(f"{parameter}/part_{len(slices) - 1}/"))
             if scope is None or may_be(scope, left):
                 yield _Reading(parameter, left, slot, parts)

@@ -37,7 +37,7 @@ _HYPERPARAMS = "hyperparams"  # of optax.inject_hyperparams: the program gives t
 _COUNT = GetAttrKey("count")
 
 
-# Arrays are called by the names of their paths: ``0/slots/m/w`` of the state, ``w`` of the params.
+# Arrays are named by their paths: ``0/slots/m/w`` in the state, ``w`` in the params.
 class Source(NamedTuple):
     """The variable of an array, or of a vector that contains the slots of all parameters."""
 
@@ -58,7 +58,7 @@ class Count(NamedTuple):
     path: str
     # The path of the wrapper around it that counts steps, and makes updates on some of them only.
     wrapper: str | None = None
-    is_global_step: bool = False  # that of replicas, who count their own steps, too
+    is_global_step: bool = False  # that of replicas, which also count their own steps
 
 
 class Plan(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 from .. import advice, report, summary
 from ..colours import HUES
 
-# At most so many points of a curve are drawn.
+# The largest number of points that are drawn for a curve.
 _POINTS = 61
 _DIGITS = 5
 

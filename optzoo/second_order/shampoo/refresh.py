@@ -65,7 +65,7 @@ def refresh(
     batches = defaultdict[tuple[int, int, frozenset[str]], list[int]](list)
     for i, (a, rank) in enumerate(zip(matrices, ranks, strict=True)):
         batches[_first(a).shape[-1], rank, varying(_first(a))].append(i)
-    # A batch depends on those before it, so what is the same on all devices comes first.
+    # Each batch depends on the previous ones, so batches that are equal on all devices come first.
     in_order = sorted(batches.items(), key=lambda item: len(item[0][-1]))
 
     def roots(old):

@@ -100,7 +100,7 @@ def _with_derivative(method: Method, change: Callable[..., Array]) -> Method:
 
     @functools.wraps(method)
     def of_arguments(a, p, epsilon, relative):
-        # A number stays one: Newton needs an int. Programs keep these functions: no array in them.
+        # A number is kept: Newton needs an int. Programs retain these functions: no arrays.
         plain = p if isinstance(p, numbers.Real) else None
 
         @custom_jvp
