@@ -246,9 +246,9 @@ class CompileReport:
         Args:
             donated: a result must reuse the memory of each donated argument.
             same_shardings: each donated argument must have a corresponding result with the same
-                sharding. Results correspond to arguments in order: those of a step with the
-                arguments ``(params, state, batch)`` and the results ``(params, state, loss)`` are
-                the parameters and the state; a single result is one tree.
+                sharding. Results correspond to arguments in order: in a step with the arguments
+                ``(params, state, batch)`` and the results ``(params, state, loss)`` the parameters
+                and the state; a result that is not a tuple corresponds to the first argument.
             divided: from the position or keyword of an argument to the number of devices over which
                 its arrays must be divided: ``{1: 8}`` if a device has an eighth of a state. Five
                 percent more are allowed, for small arrays that are replicated.

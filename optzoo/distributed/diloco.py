@@ -42,9 +42,7 @@ class Pending(NamedTuple):
 class DiLoCoPerReplica(NamedTuple):
     """State of each replica, with ``error_feedback``."""
 
-    residual: (
-        Any  # params-shaped: the rounding error of its last exchange, a part of a pseudo-gradient
-    )
+    residual: Any  # params-shaped: the rounding error of its last exchange
 
 
 @recorded
@@ -131,7 +129,7 @@ def diloco(
         mixing: :math:`a`, in [0, 1]: the weight of a replica's own parameters in an exchange; with
             0 the steps of the overlap are lost.
         min_arrived: the number of replicas that must have arrived, at most that of all; static.
-            With fewer, the exchange is skipped, and the next one includes the changes since then.
+            With fewer, the exchange is skipped, and its changes are included in the next one.
         exchange_dtype: ``"bfloat16"``, ``"int8"``, ``"int4"`` or ``"int2"`` sends the changes
             :math:`c - x_j` in this format, integers with a scale for every 512 elements; None sends
             parameters in their own dtype, at least float32. Each replica sums a part of the codes
@@ -142,10 +140,9 @@ def diloco(
             exchange moves them to the devices and back, and other steps do not use them. (On the
             CPU both memories are the same.) None for device memory.
         bucket_bytes: arrays up to this size are sent together; None sends each separately.
-        skip_nonfinite: whether to skip local steps that give NaN or infinity, without a change of
-            parameters and slots. If a skipped step includes an exchange, the replica does not
-            contribute, takes the center, and its slots are reset. Without this option, NaN on one
-            replica spreads to all. It costs a copy of the slots at each step.
+        skip_nonfinite: whether to skip local steps that give NaN or infinity, which would spread to
+            all replicas. At an exchange, a replica that skips does not contribute, takes the
+            center, and its slots are reset. Costs a copy of the slots at each step.
 
     Raises:
         ValueError: if ``overlap_steps`` is too large; in ``init``, if ``placement`` would move

@@ -73,10 +73,9 @@ def model_average(
             as in the original; ``"average"`` averages them; ``"reset"`` sets them to their initial
             values, also for parameters without a gradient. Counts and powers are always kept.
         bucket_bytes: arrays up to this size are sent together; None sends each separately.
-        skip_nonfinite: whether to skip local steps that give NaN or infinity, without a change of
-            parameters and slots. If a skipped step includes an exchange, the replica does not
-            contribute, takes the center, and its slots are reset. Without this option, NaN on one
-            replica spreads to all. It costs a copy of the slots at each step.
+        skip_nonfinite: whether to skip local steps that give NaN or infinity, which would spread to
+            all replicas. At an exchange, a replica that skips does not contribute, takes the
+            center, and its slots are reset. Costs a copy of the slots at each step.
 
     Raises:
         ValueError: if no params are given to ``update``, if the size of the axis is not

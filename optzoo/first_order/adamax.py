@@ -72,10 +72,13 @@ def adamax(
     ``optax.adamax`` adds :math:`\epsilon` to the new gradient, not to the decaying maximum.
 
     Example:
-        >>> import jax.numpy as jnp, optzoo >>> tx = optzoo.adamax(0.1) >>> params = jnp.array([1.0,
-        -2.0]) >>> updates, state = tx.update(jnp.array([100.0, 1.0]), tx.init(params), params) >>>
-        updates, state = tx.update(jnp.array([1.0, 1.0]), state, params)    >>>
-        print(optzoo.get_slot(state, "v"))  # the decaying maximum remembers the 100 [99.9  1. ]
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.adamax(0.1)
+        >>> params = jnp.array([1.0, -2.0])
+        >>> updates, state = tx.update(jnp.array([100.0, 1.0]), tx.init(params), params)
+        >>> updates, state = tx.update(jnp.array([1.0, 1.0]), state, params)
+        >>> print(optzoo.get_slot(state, "v"))  # the decaying maximum remembers the 100
+        [99.9  1. ]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

@@ -100,13 +100,16 @@ def counter_row_wise_adagrad(
     divisible by ``max_counter_every`` (1 before the first), or ``max_counter`` of this ``update``.
 
     =====================  ========================================================================
-    ``weight_decay_mode``  :math:`c` =====================
-    ======================================================================== ``"none"``
-    1 ``"l2"``               :math:`1 - \lambda m H / n`, and :math:`h = g + \lambda x`
-    ``"decoupled"``        :math:`1 - \lambda \eta H / n` ``"adagradw"``         :math:`z\, (1 -
-    \lambda \eta)` with :math:`z = (1 - \lambda \eta)^{\min(t - p, t - s) - 1}`; :math:`M` is
-    multiplied by :math:`z`. First, it is :math:`m \sqrt n` if :math:`H = -1`, :math:`\min(\eta n,
-    u) / (\sqrt A + \epsilon)` if :math:`H = -2`.
+    ``weight_decay_mode``  :math:`c`
+    =====================  ========================================================================
+    ``"none"``             1
+    ``"l2"``               :math:`1 - \lambda m H / n`, and :math:`h = g + \lambda x`
+    ``"decoupled"``        :math:`1 - \lambda \eta H / n`
+    ``"adagradw"``         :math:`z\, (1 - \lambda \eta)` with
+                           :math:`z = (1 - \lambda \eta)^{\min(t - p, t - s) - 1}`; :math:`M` is
+                           multiplied by :math:`z`. First, it is :math:`m \sqrt n` if
+                           :math:`H = -1`, :math:`\min(\eta n, u) / (\sqrt A + \epsilon)` if
+                           :math:`H = -2`.
     =====================  ========================================================================
 
     Counters and numbers of updates of rows are float32, as in FBGEMM, unless the parameter is
@@ -116,11 +119,13 @@ def counter_row_wise_adagrad(
     Up to update ``start_step`` both modes are off, but :math:`h` is as above.
 
     Example:
-        >>> import jax.numpy as jnp, optzoo >>> tx =
-        optzoo.interop.fbgemm.counter_row_wise_adagrad(0.1) >>> table = jnp.ones((3, 2)) >>>
-        gradient = optzoo.SparseRows(jnp.array([2]), jnp.full((1, 2), 5.0), 3) >>> updates, state =
-        tx.update(gradient, tx.init(table), table) >>> print(optzoo.get_slot(state, "row_counter"))
-        # the counter of each row [0. 0. 1.]
+        >>> import jax.numpy as jnp, optzoo
+        >>> tx = optzoo.interop.fbgemm.counter_row_wise_adagrad(0.1)
+        >>> table = jnp.ones((3, 2))
+        >>> gradient = optzoo.SparseRows(jnp.array([2]), jnp.full((1, 2), 5.0), 3)
+        >>> updates, state = tx.update(gradient, tx.init(table), table)
+        >>> print(optzoo.get_slot(state, "row_counter"))  # how often each row came
+        [0. 0. 1.]
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

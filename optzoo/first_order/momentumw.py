@@ -48,9 +48,8 @@ def momentumw(
         nesterov: use Nesterov momentum.
         weight_decay_per_step: :math:`\lambda`, the fraction of a parameter that is removed at each
             update, at least 0.
-        mask: which parameters decay: a pattern of names, a tuple of patterns such as
-            ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
-            returns one of these (:func:`optzoo.param_groups`); None for all.
+        mask: the parameters that decay, a mask such as ``"kernel"`` or ``("kernel", "embedding")``
+            (:func:`optzoo.param_groups`); None for all.
 
     Raises:
         TypeError: if ``weight_decay`` is given.

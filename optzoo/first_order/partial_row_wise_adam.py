@@ -100,7 +100,7 @@ def partial_row_wise_adam(
 
     References:
         ``EmbOptimType.PARTIAL_ROWWISE_ADAM`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_. It
-        runs on GPUs only and could not be run for comparison: the formula follows its source code.
+        needs a GPU and was not run for comparison: the formula follows its source code.
     """
     direction = scale_by_partial_row_wise_adam(b1, b2, eps, weight_decay)
     return descend(learning_rate, direction)

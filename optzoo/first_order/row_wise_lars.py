@@ -65,9 +65,8 @@ def row_wise_lars(
     References:
         You et al., `Large Batch Training of Convolutional Networks
         <https://arxiv.org/abs/1708.03888>`_, 2017; ``EmbOptimType.LARS_SGD`` of `FBGEMM
-        <https://github.com/pytorch/FBGEMM>`_. It runs on GPUs only and could not be run for
-        comparison: the formula follows its source code, which gives NaN where it divides zero by
-        zero.
+        <https://github.com/pytorch/FBGEMM>`_. It needs a GPU and was not run for comparison: the
+        formula follows its source code.
     """
     check_rate(learning_rate)
     check_not_negative(

@@ -114,9 +114,9 @@ def sparse_adamw(
         ValueError: if there is a decay and no params are given to ``update``.
 
     References:
-        ``EmbOptimType.ADAM`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_. It runs on GPUs only
-        and could not be run for comparison: the formula follows its source code. Loshchilov and
-        Hutter, `Decoupled Weight Decay Regularization <https://arxiv.org/abs/1711.05101>`_, 2019.
+        ``EmbOptimType.ADAM`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_. It needs a GPU and
+        was not run for comparison: the formula follows its source code. Loshchilov and Hutter,
+        `Decoupled Weight Decay Regularization <https://arxiv.org/abs/1711.05101>`_, 2019.
     """
     direction = scale_by_sparse_adamw(b1, b2, eps, weight_decay, row_wise_bias_correction)
     return descend(learning_rate, direction)

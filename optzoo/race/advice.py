@@ -81,7 +81,7 @@ def _paragraph(document: Document, problems: Sequence[str], models: str) -> list
     name, *equal = found.contenders[best]
     place = {p: places(part, p) for p in problems}
     of_problem = _listed([f"{place[p][name]} of {len(place[p])} on {p}" for p in problems])
-    average = "Its ranks are the best on average" if problems[1:] else "Its place"
+    average = "Its ranks are the best on average" if problems[1:] else "Its rank"
     sentences = [
         f"For {models} start with {name}{_drawbacks(document, name)}.",
         f"{average}: {of_problem}. {_rates_of(part, name)}",

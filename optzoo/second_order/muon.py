@@ -209,9 +209,8 @@ def muon(
         eps: :math:`\epsilon`, at least 0: the smallest divisor of the matrix.
         weight_decay: :math:`\lambda`, multiplied by the learning rate, not by :math:`s`; at least
             0.
-        mask: which parameters decay: a pattern of names, a tuple of patterns such as
-            ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
-            returns one of these (:func:`optzoo.param_groups`); None for all.
+        mask: the parameters that decay, a mask such as ``"kernel"`` or ``("kernel", "embedding")``
+            (:func:`optzoo.param_groups`); None for all.
         adjust_lr: the formula of :math:`s`: ``"original"``, or ``"match_rms_adamw"``, with which
             the root mean square of the elements' steps is 0.2 times the rate, similar to AdamW.
         axes: the meaning of the axes of parameters, one letter for each axis: ``i`` inputs, ``o``

@@ -218,8 +218,8 @@ def soap(
     With ``owners`` each matrix is stored and updated on one device, as :func:`optzoo.shampoo`
     describes.
 
-    Row-sparse gradients become dense (:func:`optzoo.rules.dense`): for embedding tables use another
-    optimizer, with ``optax.partition``.
+    Row-sparse gradients become dense (:func:`optzoo.rules.dense`): use another optimizer for
+    embedding tables.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -253,18 +253,13 @@ def soap(
             refreshed as often as without ``stagger``, but every step rotates :math:`m`, with two
             more products along each dimension with a basis.
         weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0.
-        mask: which parameters decay: a pattern of names, a tuple of patterns such as
-            ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
-            returns one of these (:func:`optzoo.param_groups`); None for all.
+        mask: the parameters that decay, a mask such as ``"kernel"`` or ``("kernel", "embedding")``
+            (:func:`optzoo.param_groups`); None for all.
         axis_name: the mesh axis of replicas that have the same gradients: each computes a share of
             the bases.
-        owners: the mesh axes along which devices share the matrices, a name or a tuple of names,
-            such as those over which parameters are sharded; None: no owners. The mesh is that of
-            the parameters, or of ``jax.set_mesh``, in ``init`` and ``update``. Inside
-            ``shard_map``, where the parameters are replicated, each device has its part of the
-            state and needs the gradients of its own matrices only.
-        exchange_dtype: dtype in which gradients and updates are sent, such as ``"bfloat16"``; None
-            for their own.
+        owners: the mesh axes along which devices share the matrices, as in :func:`optzoo.shampoo`;
+            None: no owners.
+        exchange_dtype: dtype in which gradients and updates are sent; None for their own.
 
     Raises:
         TypeError: if an argument is of the wrong kind.

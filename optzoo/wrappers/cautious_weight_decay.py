@@ -48,9 +48,8 @@ def cautious_weight_decay(
         weight_decay_per_step: :math:`\lambda`, the fraction of an element that is removed at each
             update, at least 0: a number, or a schedule called with the number of updates before
             this one (or with ``update(..., global_step=)``).
-        mask: which parameters decay: a pattern of names, a tuple of patterns such as
-            ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
-            returns one of these (:func:`optzoo.param_groups`); None for all.
+        mask: the parameters that decay, a mask such as ``"kernel"`` or ``("kernel", "embedding")``
+            (:func:`optzoo.param_groups`); None for all.
 
     Raises:
         TypeError: if ``mask`` is of another type, if ``inner`` is not a transformation, or if

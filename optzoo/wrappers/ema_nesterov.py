@@ -58,9 +58,8 @@ def ema_nesterov(
         decay: :math:`\gamma`, in [0, 1). With 0 and a constant ``lookahead`` the method is
             :func:`optzoo.diloco` with one replica, ``communication_period=1`` and
             ``outer=optax.sgd(1.0, momentum=lookahead, nesterov=True)``.
-        mask: the parameters with look-ahead: a pattern of names, a tuple of patterns such as
-            ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
-            returns one of these (:func:`optzoo.param_groups`); None for all.
+        mask: the parameters with look-ahead, a mask such as ``"kernel"`` or ``("kernel",
+            "embedding")`` (:func:`optzoo.param_groups`); None for all.
 
     Raises:
         TypeError: if ``mask`` is of another type, or ``inner`` is not a transformation.

@@ -79,8 +79,8 @@ def ensemble(
 
     References:
         ``EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_,
-        which is this wrapper around :func:`optzoo.row_wise_adagrad`. It runs on GPUs only and could
-        not be run for comparison: the formula follows its source code.
+        which is this wrapper around :func:`optzoo.row_wise_adagrad`. It needs a GPU and was not run
+        for comparison: the formula follows its source code.
     """
     inner = inner_transformation(inner=inner)
     every, swap_every = check_size(1, every=every), check_size(1, swap_every=swap_every)

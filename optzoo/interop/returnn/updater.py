@@ -122,10 +122,9 @@ def returnn_updater(
             update. The old versions decay in every micro-step.
         axis_name: the axis of the replicas for ``use_horovod``.
         decay_mask: with torch and JAX, the parameters to which a ``weight_decay`` in the
-            optimizer's dict applies: a pattern of names, a tuple of patterns, a tree of bools, or a
-            function of the parameters that returns one of these. The default is all parameters
-            whose names do not end with ``bias``. Exclude the parameters of modules without a decay,
-            since the updater has no access to modules: those of the config's
+            optimizer's dict applies, as a mask (:func:`optzoo.param_groups`). The default is all
+            parameters whose names do not end with ``bias``. Exclude the parameters of modules
+            without a decay, since the updater has no access to modules: those of the config's
             ``weight_decay_modules_blacklist``, by default ``torch.nn.LayerNorm`` and
             ``torch.nn.Embedding`` with torch, and none with JAX.
 

@@ -211,9 +211,8 @@ def shampoo(
         weight_decay: :math:`\lambda`, at least 0: adds :math:`\lambda x_{t-1}` to the direction
             before it is multiplied by the rate. (The decay of the original's ``ShampooW`` is not
             multiplied by the rate: use :func:`optzoo.decoupled_weight_decay` instead.)
-        mask: which parameters decay: a pattern of names, a tuple of patterns such as
-            ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
-            returns one of these (:func:`optzoo.param_groups`); None for all.
+        mask: the parameters that decay, a mask such as ``"kernel"`` or ``("kernel", "embedding")``
+            (:func:`optzoo.param_groups`); None for all.
         axis_name: the mesh axis of replicas that have the same gradients: each computes a share of
             the roots.
         owners: the mesh axes along which devices share the matrices, a name or a tuple of names,
@@ -314,8 +313,8 @@ def blocked_shampoo(
     square blocks), one in :math:`b`, and one in Adam's mean square. :func:`optzoo.slots_dtype`
     halves the memory of all of them except :math:`G`.
 
-    Row-sparse gradients become dense (:func:`optzoo.rules.dense`): for embedding tables use another
-    optimizer, with ``optax.partition``.
+    Row-sparse gradients become dense (:func:`optzoo.rules.dense`): use another optimizer for
+    embedding tables.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -357,8 +356,7 @@ def blocked_shampoo(
         nesterov: whether to use Nesterov momentum.
         weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0.
         mask: which parameters decay.
-        axis_name: the mesh axis of replicas with the same gradients, which share the computation
-            of the roots.
+        axis_name: the mesh axis of replicas that share the computation of the roots.
         owners: the mesh axes along which devices share the matrices, as in :func:`optzoo.shampoo`.
         exchange_dtype: dtype in which gradients and updates are sent.
 
