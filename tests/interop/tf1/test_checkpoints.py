@@ -502,7 +502,7 @@ def test_the_slots_of_another_optimizer_are_refused():
         load_tf1_state(optzoo.adam(0.1), PARAMS, saved, optimizer_name="Adagrad")
     amsgrad = optzoo.amsgrad(0.1)
     with pytest.raises(
-        ValueError, match=r"3 slots, where .* has none; RETURNN's AMSGrad does not name"
+        ValueError, match=r"3 slots are needed, .* has none; RETURNN's AMSGrad does not name"
     ):
         load_tf1_state(amsgrad, {"w": jnp.ones(2)}, {"w": np.ones(2, np.float32)})
 

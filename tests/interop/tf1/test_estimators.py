@@ -216,7 +216,9 @@ def test_two_readings_of_a_name_are_an_error():
     # A parameter that is called as a part is in a scope: w/t_0, or w with scope="dnn".
     start = W | {"w/t_0": jnp.zeros((4, 3))}
     both = saved | {"w/t_0": F(4, 3)}
-    with pytest.raises(ValueError, match=r"w/t_0/Adagrad may be a slot of any of \['w', 'w/t_0'\]"):
+    with pytest.raises(
+        ValueError, match=r"w/t_0/Adagrad is ambiguous, it may be a slot of any of \['w', 'w/t_0'\]"
+    ):
         load_tf1_state(ADAGRAD, start, both)
     without_scope = both | {"w/Adagrad": 8 * F(4, 3)}
     assert accumulator(ADAGRAD, start, without_scope, scope="") == 8
