@@ -56,11 +56,11 @@ def agn(
 
     where :math:`x_i` are the parameters of replica :math:`i`, :math:`c` is the center, :math:`u_i`
     and :math:`u_c` are the updates of ``inner`` with the slots of the replica and with those of the
-    center, and :math:`n` replicas push at once. A push does not change the slots of the replica.
-    Step counts and Adam's powers belong to the replica: a push uses and increments them, as in the
-    original; if several replicas push at once, it uses those of the first.
-    :func:`optzoo.eval_params` returns the center. With ``exchange=False``, row-sparse gradients
-    make row-sparse local steps and are accumulated at their rows; a push sends whole tables.
+    center, and :math:`n` replicas push at once. A push does not change the slots of the replica. A
+    push uses and increments the step counts and powers of the replica (of the first one, if several
+    push at once), as in the original. :func:`optzoo.eval_params` returns the center. With
+    ``exchange=False``, row-sparse gradients make row-sparse local steps and are accumulated at
+    their rows; a push sends whole tables.
 
     The wrapper must be the last transformation of a chain. Arguments of ``update`` are ``active``
     (bool per replica: whether it makes a step now) and ``exchange`` (a Python bool, equal on all

@@ -116,12 +116,11 @@ def diloco(
         num_workers: the expected number of replicas; None for the size of the axis.
         axis_name: the axis, or axes, of the replicas; None for a single replica.
         communication_period: :math:`\tau`, the number of local steps between exchanges; static.
-        warmup_steps: the number of initial steps with synchronous training: gradients are averaged
-            before ``inner``, ``outer`` is not used, and the parameters of all replicas stay equal;
-            static. There is no step without a gradient. No effect in steps with ``exchange=False``.
-        fragments: the number of fragments, at most ``communication_period``. The parameters are
-            divided, in order, into fragments of similar size. Each fragment is exchanged once in a
-            period, one after the other, which reduces the peak bandwidth ("streaming"); static.
+        warmup_steps: the number of initial steps with synchronous training, in which gradients are
+            averaged and ``outer`` is not used; static. No effect in steps with ``exchange=False``.
+        fragments: the number of fragments of similar size into which the parameters are divided, at
+            most ``communication_period``; static. Each is exchanged once in a period, one after the
+            other, which reduces the peak bandwidth ("streaming").
         overlap_steps: the number of local steps from the start of an exchange to its end, below
             ``communication_period // fragments``; static. These steps use parameters without the
             result. The state has one more copy of the parameters. The first exchange after a
@@ -136,9 +135,8 @@ def diloco(
             of all replicas, rounds the sum, and sends it to all.
         error_feedback: whether the rounding error is stored and added to the next exchange. Each
             replica stores one copy of the parameters for it.
-        placement: ``"pinned_host"`` keeps the center and the state of ``outer`` in host memory: an
-            exchange moves them to the devices and back, and other steps do not use them. (On the
-            CPU both memories are the same.) None for device memory.
+        placement: ``"pinned_host"`` stores the center and the state of ``outer`` in host memory,
+            from which an exchange moves them to the devices and back; None for device memory.
         bucket_bytes: arrays up to this size are sent together; None sends each separately.
         skip_nonfinite: whether to skip local steps that give NaN or infinity, which would spread to
             all replicas. At an exchange, a replica that skips does not contribute, takes the

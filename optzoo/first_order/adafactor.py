@@ -72,10 +72,9 @@ def adafactor(
     tensor2tensor factors all parameters with two axes or more, over the last two. Mesh TensorFlow
     and T5 factor over the two longest axes, if both have at least ``min_dim_size_to_factor``
     elements; the first of equally long axes is regarded as the longest. The slot ``vr`` has the
-    shape of the parameter without the last axis (Mesh TensorFlow: without the longest), and ``vc``
-    the shape without the second-last axis (without the second longest). In :func:`optzoo.create`,
-    ``mesh_tensorflow.Adafactor`` and ``t5.Adafactor`` set ``min_dim_size_to_factor=128``; Mesh
-    TensorFlow before 2020 had 32.
+    shape of the parameter without the last (the longest) axis, and ``vc`` without the second last
+    (the second longest). In :func:`optzoo.create`, ``mesh_tensorflow.Adafactor`` and
+    ``t5.Adafactor`` set ``min_dim_size_to_factor=128``; Mesh TensorFlow before 2020 had 32.
 
     ``optax.adafactor`` gives the same values at the same ``min_dim_size_to_factor`` (128 by
     default), unless the three longest axes are equal: it then factors over the last ones, and

@@ -110,8 +110,8 @@ def run(
         watch: called before each run and once at the end.
 
     Returns:
-        A dict that can be written as JSON, as in ``results.json``, which also has the number of
-        planned runs. Numbers that are not finite are None.
+        A dict that can be written as JSON, as in ``results.json``. Numbers that are not finite are
+        None.
 
         - ``version`` of the format, ``settings`` and ``machine``, dicts.
         - ``problems``: by name ``about``, ``target``, ``embeddings`` and ``fingerprint``, a hash of

@@ -178,8 +178,7 @@ def muon(
             \quad\text{or, to match AdamW,}\quad s = 0.2\, \sqrt{\max(I, O)}
 
     Muon is for the matrices of hidden layers. Use AdamW for embeddings, the last layer, biases and
-    scales (:func:`optzoo.param_groups`). A parameter whose axes are not described by ``axes`` is an
-    error; by default this includes every vector.
+    scales (:func:`optzoo.param_groups`). A parameter that ``axes`` does not describe is an error.
 
     With ``owners`` each matrix has one owner among the devices along these mesh axes. The owner
     receives the whole :math:`u_t`, computes :math:`O(u_t)` and sends each device its part; the
@@ -223,10 +222,9 @@ def muon(
         iteration_dtype: dtype of the iterations: ``"bfloat16"``, ``"float32"`` or ``"float64"``;
             None for that of the parameter, at least float32. Products in bfloat16 are summed in
             float32 and rounded once; others are in full precision on every backend.
-        owners: the mesh axes along which devices share the matrices, a name or a tuple of names,
-            such as those over which parameters are sharded; None: no owners. The mesh is that of
-            the parameters, or of ``jax.set_mesh``. Inside ``shard_map``, where the parameters are
-            replicated, each device computes a share of the matrices.
+        owners: the mesh axes along which devices share the matrices, a name or a tuple of names;
+            None: no owners. The mesh is that of the parameters, or of ``jax.set_mesh``. Inside
+            ``shard_map``, where the parameters are replicated, each device computes a share.
         exchange_dtype: dtype in which matrices are sent to their owners and back, such as
             ``"bfloat16"``; None for their own.
 

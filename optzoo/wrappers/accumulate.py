@@ -65,9 +65,9 @@ def accumulate(
     not be an integer or at least 1. The function is called in each step, with an int32 that
     saturates at ``2**31 - 1``. ``optax.MultiSteps`` has the same schedules, but takes the mean.
 
-    A parameter whose gradient is None in a step, for example one of another task, keeps its sum. If
-    all of its gradients in a cycle are None, the parameter and its slots are unchanged. Exclude
-    frozen parameters with ``optax.masked``, to save the memory of their sums.
+    A parameter whose gradient is None in a step keeps its sum. If all of its gradients in a cycle
+    are None, the parameter and its slots are unchanged. Exclude frozen parameters with
+    ``optax.masked``, to save the memory of their sums.
 
     To skip micro-steps with NaN or infinities, put ``zero_if_norm_exceeds(math.inf)`` before this
     wrapper in the chain.

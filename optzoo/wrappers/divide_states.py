@@ -56,8 +56,7 @@ def divide_states(
     Inside ``jax.shard_map`` over ``axis``, parameters and gradients are replicated, and the state
     is the share of this device. Give ``shard_map`` the specs of :func:`optzoo.state_sharding` for
     the state. Here ``inner`` may compute each element from corresponding elements, and from sums,
-    maxima and minima over all, such as the global norm. This is proved from its program; other
-    programs are an error.
+    maxima and minima over all, such as the global norm; other programs are an error.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo

@@ -47,8 +47,7 @@ def hyperball(
 
     Parameters without axes, and those without a gradient, are updated by ``inner``. If a gradient
     is row-sparse, the update contains the rows that ``inner`` moves, or the whole parameter if the
-    axes include axis 0. If the update or the parameter is zero, the parameter does not move; one
-    that starts at zero stays zero.
+    axes include axis 0. If the update or the parameter is zero, the parameter does not move.
 
     The wrapper must be the last transformation of a chain, since it uses the parameters plus this
     update.

@@ -44,10 +44,9 @@ def master_weights(
         x_t &= \operatorname{bfloat16}(w_t)
 
     where :math:`\Delta(x)` is the distance from :math:`x` to the next number in bfloat16 on the
-    side of the correction. With 16 bits the sum is a float32; with 8 bits the last 8 bits of this
-    float32 are zero: its relative resolution is :math:`2^{-16}`, and bfloat16's is :math:`2^{-8}`.
-    A parameter needs 3 or 4 bytes of memory, of which the model reads 2. Ties are rounded away from
-    zero.
+    side of the correction. With 16 bits the sum is a float32; with 8 bits its last 8 bits are zero,
+    and its relative resolution is :math:`2^{-16}` (bfloat16: :math:`2^{-8}`). A parameter needs 3
+    or 4 bytes of memory, of which the model reads 2. Ties are rounded away from zero.
 
     If a parameter is changed outside the optimizer, by a checkpoint or a projection, the sum is the
     new value up to half of its last place. Parameters of other dtypes have no correction and are

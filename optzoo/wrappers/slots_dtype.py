@@ -60,9 +60,9 @@ def slots_dtype(
 
     ``stochastic`` rounds 16-bit slots up or down at random, without bias. Rounding to nearest stops
     slots that change slowly: with ``b2=0.999`` a step changes a mean by a thousandth, less than the
-    1/256 that bfloat16 resolves. It is off by default because results then depend on a seed. Slots
-    annotated as ``optzoo.rules.Exact`` stay in at least float32: the average of
-    :func:`optzoo.moving_average`, counts of updates, and the statistics of Shampoo and SOAP.
+    1/256 that bfloat16 resolves. Slots annotated as ``optzoo.rules.Exact`` stay in at least
+    float32: the average of :func:`optzoo.moving_average`, counts of updates, and the statistics of
+    Shampoo and SOAP.
 
     ``"int8"`` needs 8.5 bits per element. Groups of 32 consecutive elements of the last axis share
     a scale :math:`s` of 16 bits, their largest magnitude. Elements :math:`x` of a slot that is
@@ -75,24 +75,23 @@ def slots_dtype(
         \quad s = \max \sqrt x
 
     where the code of :math:`x > 0` is at least 1 in the second form, because updates are divided by
-    such slots. The update is computed from the slots before rounding. The steps of elements whose
-    gradients are below 1/250 of the largest ones of their group are too short
+    such slots. The update is computed from the slots before rounding. Steps are too short for
+    elements whose gradients are below 1/250 of the largest one of their group
     (``docs/tasks/little_memory.md``). ``"float8_e4m3fn"`` has the same groups and scales, and
     stores the float8 (4 bits of exponent, 3 of mantissa) nearest to :math:`448 y`, or to :math:`448
     \sqrt x / s` and at least the smallest positive one: elements down to 1/200,000 of the largest
     one keep their magnitude to 6 %, so use it with ``stochastic``. All other slots are unchanged:
     sums over all steps (Adagrad, FTRL), counts, averages, factors of matrices, and slots of arrays
-    with one axis or a last axis of fewer than 8 elements. If all slots are of these kinds, ``init``
-    raises an error. With ``stochastic``, codes are rounded at random. The scales of a matrix with
-    at most 128 columns, which may be a table, are stored as further columns of its codes, so that a
-    row is read and written with its scales; if its last axis is sharded, that of the codes is
-    replicated. :func:`optzoo.get_slot` decodes, :func:`optzoo.set_slot` encodes, and
-    :func:`optzoo.state.slots_like` converts a whole state.
+    with one axis or a last axis of fewer than 8 elements. With ``stochastic``, codes are rounded at
+    random. The scales of a matrix with at most 128 columns, which may be a table, are stored as
+    further columns of its codes, so that a row is read and written with its scales; if its last
+    axis is sharded, that of the codes is replicated. :func:`optzoo.get_slot` decodes,
+    :func:`optzoo.set_slot` encodes, and :func:`optzoo.state.slots_like` converts a whole state.
 
     The random bits are a hash of the seed, the number of the update, the path of the parameter and
-    the index of the element: a run is reproducible under ``jit``, ``scan`` and ``vmap``, sharded or
-    not, with rows or dense gradients. Inside ``shard_map`` indices start at 0 in each shard. The
-    state contains no random key: its structure does not depend on ``stochastic``.
+    the index of the element: runs are reproducible under ``jit``, ``scan`` and ``vmap``, for any
+    sharding, with rows or dense gradients. Inside ``shard_map`` indices start at 0 in each shard.
+    The structure of the state does not depend on ``stochastic``.
 
     ``packed`` stores two slots of a parameter, such as ``m`` and ``v`` of Adam, in one array:
     16-bit slots in words of 32 bits, others side by side along the last axis, of shape ``(..., 2 *

@@ -46,8 +46,7 @@ def stacked(
     With a thousand small parameters, most of the time is spent on compiling and launching kernels.
     Here up to ``max_members`` parameters of equal shape and dtype share one array in each slot and
     one kernel in each operation. The values are those of ``inner``, up to the rounding of the
-    compiler. This is useful for hundreds of parameters: gradients are copied into the stacks, and
-    compiling a stack takes longer than compiling the update of a few parameters.
+    compiler. This is useful for hundreds of parameters, as gradients are copied into the stacks.
 
     The state is that of ``inner`` with stacks in its trees, so :func:`optzoo.get_slot` and
     ``optax.tree.map_params`` work on it. The shapes of the parameters and the arguments determine

@@ -32,8 +32,8 @@ class OptzooUpdater:
     ``weight_decay_modules_blacklist``. Other classes are those of :func:`optzoo.create`, and other
     options those of :func:`optzoo.interop.returnn.returnn_updater`; ``updater_layers`` in the
     config corresponds to its argument ``layers``, with names of parameters joined by ``/``. The log
-    names the optimizer, and options that RETURNN's own updater does not have. ``backend`` in the
-    config selects the meaning of the config, also for other backends.
+    names the optimizer, and options that RETURNN's own updater does not have. ``backend`` selects
+    the meaning of the config, also for other backends.
 
     The engine computes the learning rate (``learning_rate_control``, ``dynamic_learning_rate``) and
     passes it to each step. Optimizers of optzoo receive it as an argument, not as a factor of the

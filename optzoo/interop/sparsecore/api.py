@@ -48,8 +48,8 @@ def sparsecore(
       ``shared``, a :class:`Shared`. It is part of your training state: checkpoint it, and call
       ``next_shared`` once in each step.
     * Values that depend on the shared state only (schedules, bias corrections) are computed once in
-      a step, by ``get_hyperparameters(shared)``. jax-tpu-embedding calls this method with its
-      argument ``step``. With several specs, give it a dict of all ``shared`` by their names.
+      a step, by ``get_hyperparameters(shared)``. jax-tpu-embedding passes its argument ``step``:
+      with several specs, a dict of all ``shared`` by their names.
 
     The new rows are those that ``tx`` computes from a coalesced :class:`optzoo.SparseRows`. The
     spec proves that each row depends only on itself, and that no other row moves:

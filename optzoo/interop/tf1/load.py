@@ -65,14 +65,14 @@ def load_tf1_state(
             ``{"0/slots/m/w": "Variable_1", "0/shared/beta1_power": "beta1_power_2"}``.
         global_step: the number of updates so far, or the name of its variable; None for the
             variable ``global_step`` or, if it is missing, the number computed from the beta powers.
-            A wrapper such as ``accumulate`` counts these steps; the count of its inner optimizer is
-            computed from the beta powers. If the checkpoint's step and powers differ, as after a
-            restart of the optimizer, the number must be given.
+            For a wrapper such as ``accumulate``, the count of the inner optimizer is computed from
+            the beta powers. If step and powers differ, as after a restart of the optimizer, the
+            number must be given.
         swapped: whether a ``swapping_saver`` wrote the checkpoint, with averages or the center
             instead of the parameters.
         ignore: the names of variables that may be left over, such as ``["*/moving_mean"]``: ``*``
             matches any string, including ``/``, and ``?`` any character. No other variable may be
-            left over, and no variable may be missing.
+            left over or missing.
         partial: whether to keep the values of ``params`` and ``tx.init`` for missing variables and
             to ignore variables that are left over. One warning lists both.
 

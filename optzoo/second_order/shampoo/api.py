@@ -189,8 +189,7 @@ def shampoo(
             equal blocks with separate statistics; None: no blocks. It determines shapes, as
             ``max_matrix_size``.
         merge_dims: merges neighbouring dimensions while the product fits in a block and at least
-            two dimensions remain: a kernel of shape (3, 3, 64, 128) is treated as a matrix of shape
-            (576, 128).
+            two dimensions remain: a kernel (3, 3, 64, 128) is treated as a matrix (576, 128).
         skip_vectors: no preconditioner for vectors and scalars.
         one_sided: preconditions only the smallest of the dimensions with a matrix, with :math:`n =
             1`; other dimensions have no diagonal either.
@@ -215,9 +214,8 @@ def shampoo(
             (:func:`optzoo.param_groups`); None for all.
         axis_name: the mesh axis of replicas that have the same gradients: each computes a share of
             the roots.
-        owners: the mesh axes along which devices share the matrices, a name or a tuple of names,
-            such as those over which parameters are sharded; None: no owners. The mesh is that of
-            the parameters, or of ``jax.set_mesh``, in ``init`` and ``update``. Inside
+        owners: the mesh axes along which devices share the matrices, a name or a tuple of names;
+            None: no owners. The mesh is that of the parameters, or of ``jax.set_mesh``. Inside
             ``shard_map``, where the parameters are replicated, each device has its part of the
             state and needs the gradients of its own matrices only.
         exchange_dtype: dtype in which gradients and updates are sent, such as ``"bfloat16"``; None
@@ -294,7 +292,7 @@ def blocked_shampoo(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Shampoo for large models: in blocks, grafted, with periodic root updates.
 
-    The recommended form of Shampoo. It is :func:`optzoo.shampoo` with other settings:
+    The recommended form of :func:`optzoo.shampoo`, with other settings:
 
     .. math::
         b_t &= \beta_1 b_{t-1} + (1 - \beta_1)\, g_t \\
