@@ -148,7 +148,7 @@ REFUSED |= {
     ),
     "ranks": (
         optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda x: jnp.ndim(x) > 1, tree)),
-        "parameter 'layers/1/bias' are not",
+        "parameter 'layers/1/bias' and on its stack differ in add, mul",
     ),
 }
 # Not found by the operations of the update.

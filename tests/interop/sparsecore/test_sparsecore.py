@@ -381,7 +381,7 @@ def test_refuses_arguments():
         optzoo.interop.sparsecore.sparsecore(0.1)
     with pytest.raises(TypeError, match="width must be an int"):
         optzoo.interop.sparsecore.sparsecore(optzoo.adagrad(0.1), width=2.5)
-    with pytest.raises(ValueError, match="name must be that of a variable, got 'a b'"):
+    with pytest.raises(ValueError, match="name must be a valid name of a variable, got 'a b'"):
         optzoo.interop.sparsecore.sparsecore(optzoo.adagrad(0.1), name="a b")
     with pytest.raises(ValueError, match=r"the elements of a row depend on each other.*width="):
         optzoo.interop.sparsecore.sparsecore(optzoo.row_wise_adagrad(0.1))

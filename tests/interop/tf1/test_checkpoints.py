@@ -1059,7 +1059,7 @@ def test_arguments_that_saving_needs(theirs):
         tf1_variables(params, state, optimizer_name={"enc/.*": "Adam"})
     like = tf1_variables(params, state, optimizer_name="A") | {"learning_rate": np.float32(0.1)}
     assert tf1_variables(params, state, like=like)["learning_rate"] == np.float32(0.1)
-    with pytest.raises(ValueError, match=r"w is \(3,\) in like, \(4,\) here"):
+    with pytest.raises(ValueError, match=r"w has shape \(3,\) in like, but \(4,\) in the state"):
         tf1_variables(params, state, like=like | {"w": np.zeros(3)})
     nothing = {n: v for n, v in like.items() if "/A" not in n}
     with pytest.raises(ValueError, match=r"w/\.\.\.: 2 slots are needed, the checkpoint has none"):
