@@ -67,7 +67,8 @@ CASES = [
         tf("Adagrad"),
         "adagrad",
         optax.adagrad(RATE),
-        "optax adds 1e-7 under the root, which is negligible beside the initial accumulator of 0.1",
+        "optax adds 1e-7 inside the root, which is negligible compared to the initial "
+        "accumulator of 0.1",
     ),
     (
         "Adagrad(initial_accumulator_value=1e-6)",
@@ -173,7 +174,8 @@ CASES = [
         tf("LARS", weight_decay=0.1, eeta=0.1),
         "lars(weight_decay=.1)",
         optax.lars(RATE, 0.1, trust_coefficient=0.1),
-        "the ratio is by the norm of gradient plus decay in optax, by the sum of both norms there",
+        "optax divides by the norm of the gradient plus decay, the original by the sum of both "
+        "norms",
     ),
     (
         "LAMB(weight_decay_rate=.01)",

@@ -1,4 +1,4 @@
-"""The table of all optimizers, one line each; nothing else lists them."""
+"""The table of all optimizers, one entry each; it is the only list of them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Entry(NamedTuple):
     rate: float  # a learning rate for small problems; the middle of the race's grid
     original: str | None  # the equivalent class in TF1 or RETURNN; None if there is none
     l1_of_the_sum: bool = False  # its L1 strength is relative to the sum of all gradients
-    # Values for arguments without default, and for those whose default suits few models.
+    # Values for arguments without default, or with a default that is suitable for few models.
     required: Mapping[str, Any] = MappingProxyType({})
     needs_global_step: bool = False  # update(..., global_step=) must be given
     static: tuple[str, ...] = ()  # static_args of optax.inject_hyperparams: not to be injected

@@ -34,16 +34,16 @@ class SlotOf(NamedTuple):
 
 
 class TableOf(NamedTuple):
-    """A table sharded by rows, as one device sees it. All sizes are in bytes.
+    """The sizes of a table sharded by rows, on one device. All sizes are in bytes.
 
     Attributes:
         parameter: its name.
-        sharding: of its rows.
+        sharding: the sharding of its rows.
         kept: the shard and its slots.
-        capacity: the rows that the device asks of each owner in a round.
-        sent: in a round: ids, rows, the ids of gradients, and gradients.
-        moved: the least that an owner reads and writes if it gets as many rows as a device has ids:
-            gradients once, rows and slots twice.
+        capacity: the number of rows that the device requests from each owner in a round.
+        sent: sent in a round: ids, rows, the ids of gradients, and gradients.
+        moved: the minimum that an owner reads and writes if it receives as many rows as a device
+            has ids: gradients once, rows and slots twice.
     """
 
     parameter: str
@@ -56,7 +56,7 @@ class TableOf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The result of :func:`optzoo.describe`; ``str`` of it is a table. All sizes are in bytes.
+    """The result of :func:`optzoo.describe`; its ``str`` is a table. All sizes are in bytes.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -68,14 +68,14 @@ class Description:
         slots: every slot of every parameter.
         elements: the number of elements of all parameters together.
         parameters: the size of the parameters.
-        state: the size of the whole state, slots included.
-        state_on_device: that on one device, if :func:`optzoo.divide_states` divides it; or None.
-        moved: the least that a step with dense gradients reads and writes: gradients once,
+        state: the size of the whole state, including slots.
+        state_on_device: the size on one device with :func:`optzoo.divide_states`, otherwise None.
+        moved: the minimum that a step with dense gradients reads and writes: gradients once,
             parameters and state twice. With row-sparse gradients a lazy optimizer moves only the
             touched rows.
-        sent: what each replica passes to collectives in every update.
-        sent_at_times: what it passes to them in addition in those updates that exchange.
-        tables: the tables that are sharded by rows. The sizes above are of all rows.
+        sent: the bytes that each replica sends by collectives in every update.
+        sent_at_times: the additional bytes in updates with an exchange.
+        tables: the tables that are sharded by rows. The sizes above include all rows.
     """
 
     slots: tuple[SlotOf, ...]
@@ -102,7 +102,7 @@ class Description:
             f"parameters: {self.elements:,} elements, {self.parameters:,} bytes",
             f"state: {self.state:,} bytes, {self.state_per_parameter:.3g} per element{here}",
             f"a dense step reads and writes at least {self.moved:,} bytes",
-            f"a step sends {self.sent:,} bytes, one that exchanges {self.sent_at_times:,} more",
+            f"a step sends {self.sent:,} bytes, and {self.sent_at_times:,} more with an exchange",
         ]
         lines = [*columns([("slot", "parameter", "shape", "dtype", "bytes"), *rows]), *totals]
         if self.tables:
@@ -127,13 +127,13 @@ def describe(
     capacity_factor: float | None = 1.0,
     **extra_args: Any,
 ) -> Description:
-    """The slots of an optimizer for these parameters, and what a step reads, writes and sends.
+    """The slots of an optimizer for these parameters, and the bytes that a step moves and sends.
 
     .. code-block:: python
 
         print(optzoo.describe(optzoo.adam(1e-3), params))
 
-    Nothing is computed: the state is that of ``jax.eval_shape``, and collectives are those of the
+    Nothing is computed: the state is from ``jax.eval_shape``, and collectives are read from the
     traced update.
 
     Example:
@@ -145,25 +145,25 @@ def describe(
         parameters: 64,000 elements, 256,000 bytes
         state: 4,004 bytes, 0.0626 per element
         a dense step reads and writes at least 776,008 bytes
-        a step sends 0 bytes, one that exchanges 0 more
+        a step sends 0 bytes, and 0 more with an exchange
 
     Args:
         tx: any optax transformation.
-        params: the parameters, or a ``jax.ShapeDtypeStruct`` for each.
+        params: the parameters, or ``jax.ShapeDtypeStruct`` objects.
         axis_name: the axis of the replicas, if ``tx`` communicates along one.
         num_replicas: the number of replicas along that axis.
         tables: the tables that are sharded by rows, as in :func:`optzoo.sharded_minimize`.
-        ids: for each pattern of ``tables`` how many ids of a table a device looks up in a step.
-        capacity_factor: as in :meth:`optzoo.sharded.RowSharding.capacity`. By default messages have
-            room for random ids; those of :func:`optzoo.sharded_minimize` are smaller for frequent
-            ones.
+        ids: for each pattern of ``tables``, the number of ids that a device looks up in a step.
+        capacity_factor: as in :meth:`optzoo.sharded.RowSharding.capacity`. The default is the
+            capacity for random ids; that of :func:`optzoo.sharded_minimize` is smaller if ids
+            repeat.
         **extra_args: further arguments that ``update`` needs.
 
     Raises:
-        TypeError: if ``tx`` is no transformation.
-        ValueError: as ``update``, with a note, such as for another number of replicas than that of
-            ``tx``; or if ``ids`` does not have the patterns of ``tables``.
-        NameError: if ``tx`` communicates along another axis, with a note.
+        TypeError: if ``tx`` is not a transformation.
+        ValueError: as ``update``, for example if ``num_replicas`` is not that of ``tx``; or if
+            ``ids`` does not have the patterns of ``tables``.
+        NameError: if ``tx`` communicates along another axis.
     """
     check_transformation(tx=tx)
     places = None if about_of(tx).divide is None else state_sharding(tx, params)
@@ -183,7 +183,7 @@ def describe(
         traced = jax.make_jaxpr(update, axis_env=[(axis_name, num_replicas)])(params, state, params)
     except Exception as error:
         at = f"{num_replicas=} and {axis_name=}"
-        error.add_note(f"describe traced an update with {at}: give it those of the optimizer")
+        error.add_note(f"describe traced an update with {at}: give the values of the optimizer")
         raise
     sent = list(_sent(traced.jaxpr))
     always = sum(nbytes for nbytes, at_times in sent if not at_times)
@@ -211,8 +211,8 @@ def _tables(
 ) -> Iterator[TableOf]:
     if tables.keys() != ids.keys():
         raise ValueError(
-            f"ids must have the patterns of tables, {sorted(tables)}, got {sorted(ids)}: they say "
-            "how many ids a device looks up in a step"
+            f"ids must have the patterns of tables, {sorted(tables)}, got {sorted(ids)}: give the "
+            "number of ids that a device looks up in a step"
         )
     shardings = shardings_by_leaf(tables, params)
     number_of = value_by_name("ids", ids, params)
@@ -244,7 +244,7 @@ def _rows_of(slot: str, tree: Any) -> Iterator[SlotOf]:
 
 
 def _sent(jaxpr: Any) -> Iterator[tuple[int, bool]]:
-    """For every collective its bytes, and whether it is done in some updates only."""
+    """For every collective, its bytes, and whether it is in some updates only."""
     for op, _, times, sometimes in Graph.of(jaxpr).walk({*CALLS, Kind.MAP}):
         if op.kind is Kind.COLLECTIVE:
             arrays = [v.aval for v in op.ins if hasattr(v.aval, "dtype")]
@@ -256,7 +256,7 @@ def _of_codes(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _of_slot(x: Any) -> int:
-    """The bytes of a slot; in 8 bits with its scales."""
+    """The bytes of a slot, including the scales of 8-bit slots."""
     return _nbytes(x) if x.dtype.itemsize > 1 else nbytes_of_codes(x.shape)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers by name or from a config, with exactly the values of the originals."""
+"""Creates optimizers by name or from a config, with exactly the values of the originals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = ["create", "register"]
 def create(
     name_or_config: str | enum.Enum | Mapping[str, Any], **kwargs: Any
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Creates an optimizer or wrapper by name, computing exactly what the original computes.
+    r"""Creates an optimizer or wrapper by name, with exactly the values of the original.
 
     .. code-block:: python
 
@@ -63,41 +63,41 @@ def create(
     Args:
         name_or_config: a name of TensorFlow, of RETURNN, of FBGEMM or of this library, in any case,
             with or without ``Optimizer`` and underscores; a member of FBGEMM's ``EmbOptimType``; or
-            a dict with one of these under ``"class"`` and the arguments beside it. A config is
-            data: nothing in it is imported or evaluated. A module before the name says whose class
-            is meant: ``"ADAM"`` is TensorFlow's, ``"EmbOptimType.ADAM"`` FBGEMM's
+            a dict with one of these under ``"class"`` and the arguments under their names. A config
+            is data: nothing in it is imported or evaluated. A module before the name selects the
+            library: ``"ADAM"`` is TensorFlow's, ``"EmbOptimType.ADAM"`` FBGEMM's
             (:func:`optzoo.interop.fbgemm.fbgemm_optimizer`), ``"nadam"`` is
-            ``tf.contrib.opt.NadamOptimizer`` and ``"keras.optimizers.Nadam"`` Keras'. A name of
-            Keras has all of its arguments (``beta_1``, ``rho``, ``clipnorm``, ``weight_decay``,
-            ``use_ema``, ...), and is run by the installed Keras 3 where this library does not
-            compute the same; what ``keras.optimizers.serialize`` returns is a config, too. Projects
-            count as modules, with their names, arguments and defaults: ``"tensor2tensor.adam"`` is
-            LazyAdam, and there are ``"lingvo.Adam"`` and ``"object_detection.adam_optimizer"``. A
-            message ``Optimizer`` of object_detection is a config too, as the dict
-            ``{"rms_prop_optimizer": {...}, "use_moving_average": False}``; by default there is a
-            moving average, as in the original.
-        **kwargs: arguments, in addition to those of a config. Their names may be the original's
-            (``beta1``, ``epsilon``, ``use_nesterov``, ``opt``, ...) or this library's (``b1``,
-            ``eps``, ``nesterov``, ``inner``, ...). Those without a meaning here (``use_locking``,
-            ``name``, ...) are ignored. A wrapper's ``opt`` is a config, too, or a transformation;
-            its ``learning_rate`` is for the inner optimizer. ``sign_decay_fn`` may be a config of
-            one of the sign decays. ``learning_rate_multiplier`` is RETURNN's constant factor of
-            the rate. ``learning_rate`` may be the config of a schedule of ``optzoo.schedules``,
-            ``{"class": "tf.train.polynomial_decay", "learning_rate": 0.1, "decay_steps": 100}``, or
-            a message ``LearningRate`` of object_detection.
+            ``tf.contrib.opt.NadamOptimizer`` and ``"keras.optimizers.Nadam"`` Keras'. Names of
+            Keras accept all of its arguments (``beta_1``, ``rho``, ``clipnorm``, ``weight_decay``,
+            ``use_ema``, ...), and use the installed Keras 3 unless this library computes the same
+            values; the result of ``keras.optimizers.serialize`` is also a config. Projects are
+            modules with their own names, arguments and defaults: ``"tensor2tensor.adam"``
+            (LazyAdam), ``"lingvo.Adam"``, ``"object_detection.adam_optimizer"``. A message
+            ``Optimizer`` of object_detection is a config as the dict ``{"rms_prop_optimizer":
+            {...}, "use_moving_average": False}``; by default there is a moving average, as in the
+            original.
+        **kwargs: arguments, in addition to those of a config, by the original's names (``beta1``,
+            ``epsilon``, ``use_nesterov``, ``opt``, ...) or this library's (``b1``, ``eps``,
+            ``nesterov``, ``inner``, ...). Arguments without an effect in JAX (``use_locking``,
+            ``name``, ...) are ignored. The ``opt`` of a wrapper is a config or a transformation;
+            its ``learning_rate`` is passed to the inner optimizer. ``sign_decay_fn`` may be a
+            config of one of the sign decays. ``learning_rate_multiplier`` is RETURNN's constant
+            factor of the rate. ``learning_rate`` may be the config of a schedule of
+            ``optzoo.schedules``, ``{"class": "tf.train.polynomial_decay", "learning_rate": 0.1,
+            "decay_steps": 100}``, or a message ``LearningRate`` of object_detection.
 
     Returns:
-        The transformation. Arguments, and the values of a schedule, are rounded to float32 where
-        the original does so: with ``beta2=0.999`` the weight of a new squared gradient is
-        :math:`1 - \mathrm{float32}(0.999) = 0.00100001287`. The functions of this library do not
-        round their arguments; nor does ``create`` for optimizers without an original.
+        The transformation. Arguments and values of schedules are rounded to float32 as in the
+        original: with ``beta2=0.999`` the weight of a new squared gradient is :math:`1 -
+        \mathrm{float32}(0.999) = 0.00100001287`. The functions of this library, and ``create`` for
+        optimizers without an original, do not round arguments.
 
     Raises:
         ImportError: if a name of Keras needs Keras 3 on JAX, which is missing.
-        TypeError: if there is no name, or if an argument is unknown (the message names the
-            nearest ones), missing or given twice.
-        ValueError: if the name is unknown, or is that of another library or module (the message
-            says what to take, or names the nearest ones); or if an argument is out of its range.
+        TypeError: if there is no name, or if an argument is unknown (the message suggests similar
+            names), missing or given twice.
+        ValueError: if the name is unknown or belongs to another library or module (the message
+            suggests alternatives), or if an argument is out of its range.
     """
     config = _as_config(name_or_config)
     if twice := config.keys() & kwargs.keys():
@@ -147,22 +147,24 @@ def register(
         dense
 
     Args:
-        name: its name; ``create`` then finds it in any case, with or without ``Optimizer``.
+        name: its name; ``create`` finds it in any case, with or without ``Optimizer``.
         factory: returns the transformation; the first argument is the learning rate.
-        rows: how it treats row-sparse gradients.
-        rate: a learning rate that suits small problems.
-        original: the class whose values it computes, if any: ``create`` rounds as that one does.
+        rows: the policy for row-sparse gradients.
+        rate: a learning rate that is suitable for small problems.
+        original: the class whose values it computes, if any, including its rounding.
         **about: further fields of :class:`optzoo.catalog.Entry`, such as ``required``.
 
     Raises:
         TypeError: if the factory is not a function.
-        ValueError: if the name is taken, or ``rows`` is none of these.
+        ValueError: if the name already exists, or ``rows`` is not a known policy.
     """
     if not callable(factory):
         raise TypeError(f"factory must be a function that returns the optimizer, got {factory!r}")
     if (taken := _table().get(_key(name))) is not None:
-        free = f": del optzoo.CATALOG[{taken.name!r}] frees it" if taken.name in CATALOG else ""
-        raise ValueError(f"name {name!r} is taken by {taken.name}{free}")
+        free = (
+            f": remove it with del optzoo.CATALOG[{taken.name!r}]" if taken.name in CATALOG else ""
+        )
+        raise ValueError(f"name {name!r} is already used by {taken.name}{free}")
     check_choice(Rows, rows=rows)
     CATALOG[name] = Entry(factory, rows, rate, original, **about)
 
@@ -175,13 +177,13 @@ def add_name(
     others: Iterable[str] = (),
     rounds: bool = True,
 ) -> None:
-    """Adds a name to :func:`create` alone, for an optimizer in no table, such as one of Keras.
+    """Adds a name to :func:`create` only, for an optimizer without a table entry, such as Keras'.
 
     Args:
-        name: its name.
+        name: the name.
         factory: returns the transformation.
         original: the class whose values it computes.
-        others: other names of it.
+        others: other names.
         rounds: whether ``create`` rounds its arguments to float32.
     """
     found = _Found(name, factory, original, rounds=rounds)
@@ -189,35 +191,35 @@ def add_name(
 
 
 def add_module(module: str, factories: Callable[[], Mapping[str, Callable[..., Any]]]) -> None:
-    """Adds a module of another library to :func:`create`, whose names are known when it is there.
+    """Adds a module of another library to :func:`create`; its names are read when it is imported.
 
-    Where this library has one of them, it is taken unless it lacks an argument that is given.
+    An optimizer of this library with the same name is preferred unless it lacks a given argument.
 
     Args:
-        module: the module, as :func:`create` writes it in keys.
+        module: the module, in the form of the keys of :func:`create`.
         factories: a function that imports the library and returns a factory for each name.
     """
     _ADDED_MODULES[module] = factories
 
 
 def accepts(name: str, argument: str) -> bool:
-    """Whether the optimizer or wrapper of this name takes an argument of this name.
+    """Whether the optimizer or wrapper with this name has an argument with this name.
 
-    The argument's name may be the original's or this library's. Arguments without a meaning here
-    (``use_locking``, ...) do not count.
+    The argument's name may be the original's or this library's. Ignored arguments (``use_locking``,
+    ...) are excluded.
     """
     found = _find(name)
     return _ours(found, argument) in found.parameters
 
 
 def factory_of(name: str | enum.Enum) -> Callable[..., Any]:
-    """The function that :func:`create` calls for a name; raises as it does for unknown ones."""
+    """The function that :func:`create` calls for a name, with the same errors."""
     factory = _find(name).factory
     return factory.func if isinstance(factory, functools.partial) else factory
 
 
 def names() -> dict[str, list[str]]:
-    """All names of this library that :func:`create` knows, with the other names of each."""
+    """All names of this library in :func:`create`, with the other names of each."""
     known: dict[str, list[str]] = {}
     for key, found in sorted(_table().items()):
         name = found.project or found.name
@@ -230,10 +232,10 @@ def listing(pattern: str = "") -> str:
     """A listing of all optimizers and wrappers: arguments, defaults, other names.
 
     Args:
-        pattern: list only those with this string in one of their names, in any case.
+        pattern: lists only those with this string in one of their names, in any case.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if no name contains the string.
     """
     lines = []
     for name, others in names().items():
@@ -244,13 +246,13 @@ def listing(pattern: str = "") -> str:
             lines.append("    " + ", ".join([found.original or "optzoo", *others]))
     if not lines:
         near = _nearest(_last(_key(pattern)), map(_last, _table()))
-        near = near or "; without a part of a name all are listed"
+        near = near or "; leave it out to list all names"
         raise ValueError(f"no name contains {pattern!r}{near}")
     return "\n".join(lines)
 
 
 class _Found(NamedTuple):
-    """What a name stands for."""
+    """The optimizer or wrapper of a name."""
 
     name: str
     factory: Callable[..., optax.GradientTransformationExtraArgs]
@@ -258,23 +260,23 @@ class _Found(NamedTuple):
     is_wrapper: bool = False
     rounds: bool = True  # whether its arguments are rounded as the original does
     arguments: Mapping[str, str] = MappingProxyType({})  # this library's, by a project's names
-    project: str = ""  # its name in a project, if that is where the name is from
+    project: str = ""  # its name in a project, if the name is from a project
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Those with a name of their own."""
+        """The parameters with a name."""
         found = inspect.signature(self.factory).parameters
         return {k: p for k, p in found.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
     @property
     def takes_others(self) -> bool:
-        """Whether arguments may have any name, as with ``**kwargs``."""
+        """Whether arguments may have any name, by ``**kwargs``."""
         parameters = inspect.signature(self.factory).parameters.values()
         return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 class _Alias(NamedTuple):
-    """What another name stands for."""
+    """The meaning of another name."""
 
     name: str  # in the tables
     defaults: Mapping[str, Any] = MappingProxyType({})  # where they differ, by our names
@@ -319,7 +321,7 @@ _ADDED_MODULES: dict[str, Callable[[], Mapping[str, Callable[..., Any]]]] = {}
 
 
 def _table() -> dict[str, _Found]:
-    """The optimizer of each name, as _key gives it: names of this library and of the originals."""
+    """The optimizer of each key (see _key): names of this library and of the originals."""
     for module in _ADD_NAMES:
         importlib.import_module(f"{__package__}.{module}")
     table = {}
@@ -338,7 +340,7 @@ def _table() -> dict[str, _Found]:
     return table | _ADDED
 
 
-# How a module is written in keys, in the order of replacement: not at all where a name means what
+# Modules as written in keys, in the order of replacement: empty where a name means what
 # it means without a module.
 _MODULES = (
     (r"^tensorflow\b", "tf"),
@@ -359,7 +361,7 @@ _MODULES = (
 
 @functools.cache
 def _key(name: str) -> str:
-    """A name in the form that tables have: ``adam``, or ``tf.train.adam`` with a module."""
+    """A name as a key of the tables: ``adam``, or ``tf.train.adam`` with a module."""
     module, _, last = name.rpartition(".")
     module = module.lower().replace("_", "")
     for pattern, ours in _MODULES:
@@ -376,7 +378,7 @@ def _last(name: str) -> str:
 
 
 def _find(name: Any, given: Mapping[str, Any] = MappingProxyType({})) -> _Found:
-    """What a name stands for, so that it takes these arguments if one of its name does."""
+    """The optimizer of a name; of several, one that has these arguments, if any."""
     if isinstance(name, enum.Enum):
         name = str(enum.Enum.__str__(name))  # EmbOptimType.ADAM
     if not isinstance(name, str):
@@ -388,13 +390,14 @@ def _find(name: Any, given: Mapping[str, Any] = MappingProxyType({})) -> _Found:
         return found
     if _key(name) == "basecustom":
         raise ValueError(
-            "BaseCustom is RETURNN's base class for your own optimizer: use optzoo.rules.leafwise"
+            "BaseCustom is RETURNN's base class for user-defined optimizers: use "
+            "optzoo.rules.leafwise"
         )
     raise ValueError(f"no optimizer is called {name!r}{_instead(name)}")
 
 
 def _of_module(name: str) -> _Found | None:
-    """What a name with the module of another library stands for there."""
+    """The optimizer of a name with the module of another library."""
     module, _, last = _key(name).rpartition(".")
     if module not in _ADDED_MODULES:
         return None
@@ -405,7 +408,7 @@ def _of_module(name: str) -> _Found | None:
 
 
 def _takes(found: _Found, argument: str, value: Any) -> bool:
-    """Whether a name takes an argument, or ignores it."""
+    """Whether an optimizer has or ignores an argument."""
     if argument == "learning_rate" and isinstance(value, Mapping):  # a schedule of Keras
         return False
     ignored = _MEANINGLESS | _MEANINGLESS_OF.get(found.name, set()) | {"learning_rate_multiplier"}
@@ -416,14 +419,14 @@ def _takes(found: _Found, argument: str, value: Any) -> bool:
 _AS_IN_OLD_KERAS = {"adadelta", "adagrad", "adam", "adamax", "ftrl", "sgd"}
 # Libraries whose optimizers are not found by name, and what to do instead.
 _OTHER_LIBRARIES = {
-    "keraslegacy": "of the legacy optimizers Adadelta, Adagrad, Adam, Adamax, Ftrl and SGD are "
-    "here; {} of Keras 3 has another formula",
+    "keraslegacy": "supported are the legacy Adadelta, Adagrad, Adam, Adamax, Ftrl and SGD; {} of "
+    "Keras 3 has another formula",
     "keras": "give keras.optimizers.{}(...) to optzoo.interop.keras.keras_optimizer",
-    "opennmt": "of its optimizers Adam, AdamW, LazyAdam, SGD and SGDW are here",
-    "optax": "call the function of optax; optzoo takes its transformations as they are",
-    "torch": "docs/from_torch.md says what to take for each optimizer of torch",
+    "opennmt": "the supported optimizers of OpenNMT-tf are Adam, AdamW, LazyAdam, SGD and SGDW",
+    "optax": "call the function of optax; optzoo accepts optax transformations",
+    "torch": "docs/from_torch.md lists the equivalents of torch optimizers",
 }
-# Wrappers that no config describes.
+# Wrappers that cannot be described by a config.
 _CALLED = {
     "caughtup": "caught_up",
     "dividestates": "divide_states",
@@ -432,14 +435,14 @@ _CALLED = {
 }
 # Optimizers that neither optzoo nor optax has by this name.
 _ELSEWHERE = {
-    "rectifiedadam": "there is optax.radam",
-    "sparseadam": "there is optzoo.lazy_adam, which is torch's SparseAdam",
-    "yellowfin": "there is tensor2tensor.utils.yellowfin, for TensorFlow 1 alone",
+    "rectifiedadam": "use optax.radam",
+    "sparseadam": "use optzoo.lazy_adam, which is torch's SparseAdam",
+    "yellowfin": "tensor2tensor.utils.yellowfin needs TensorFlow 1",
 }
 
 
 def _instead(name: str) -> str:
-    """What to take instead of an unknown name, as the end of a message."""
+    """The alternatives to an unknown name, as the end of a message."""
     module, _, key = _key(name).rpartition(".")
     if (advice := _OTHER_LIBRARIES.get(module.partition(".")[0])) is not None:
         return f": {advice.format(_last(name))}"
@@ -450,12 +453,12 @@ def _instead(name: str) -> str:
     table = _table()
     same = {f.project or f.original or f.name for known, f in table.items() if _last(known) == key}
     if places := [*sorted(same), *_of_optax(key)]:
-        return f"; there is {', '.join(places)}"
+        return f"; available are {', '.join(places)}"
     return _nearest(key, [_last(k) for k in table if k.rpartition(".")[0] == module])
 
 
 def _of_optax(key: str) -> list[str]:
-    """The optimizer of optax that has a key, as it is written there."""
+    """The optax optimizers with a key, by their names in optax."""
     return [
         f"{module.__name__}.{name}"
         for module in (optax, optax.contrib)
@@ -486,24 +489,25 @@ def _as_config(name_or_config: Any) -> dict[str, Any]:
     return dict(name_or_config)
 
 
-# What configs of older versions of Keras have beside the arguments, and what it must be.
+# Keys other than arguments in configs of older versions of Keras, with their required values.
 _OF_OLD_KERAS = {"decay": 0.0, "is_legacy_optimizer": None, "jit_compile": None}
 
 
 def _from_keras(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of what ``keras.optimizers.serialize`` returns."""
+    """The config from the result of ``keras.optimizers.serialize``."""
     name, module = config["class_name"], config.get("module") or "keras.optimizers"
     if _key(f"{module}.{name}").rpartition(".")[0] != "keras":
         raise ValueError(
-            f"name_or_config is that of {module}.{name}, which is not in Keras: give "
+            f"name_or_config names {module}.{name}, which is not in Keras: give "
             "keras.optimizers.deserialize(config) to optzoo.interop.keras.keras_optimizer"
         )
     given = dict(config.get("config", {}))
     for argument, must in _OF_OLD_KERAS.items():
         if given.pop(argument, must) != must and must is not None:
             raise ValueError(
-                f"name_or_config has {argument!r} of an old Keras, got {config['config']}: give "
-                "the schedule keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay) instead"
+                f"name_or_config has {argument!r} of an old version of Keras, got "
+                f"{config['config']}: give the schedule "
+                "keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay) instead"
             )
     plain = {k: v for k, v in given.items() if v is not None}
     if not plain.get("use_ema", True):  # then the others of averages have no meaning
@@ -516,15 +520,15 @@ _PROTOS = {_last(name) for name in _ALSO if name.startswith("object_detection.")
 
 
 def _from_proto(found: set[str], message: dict[str, Any]) -> dict[str, Any]:
-    """The config of a message ``Optimizer`` of object_detection, given as a dict."""
+    """The config from a message ``Optimizer`` of object_detection, given as a dict."""
     name, *others = sorted(found)
     config = {"class": f"object_detection.{name}", **message.pop(name)}
     is_averaged = message.pop("use_moving_average", True)
     decay = message.pop("moving_average_decay", 0.9999)
     if others or message:
         raise TypeError(
-            f"name_or_config has {name!r} and also {[*others, *(message.keys() - others)]}: beside "
-            "one optimizer there may be use_moving_average and moving_average_decay"
+            f"name_or_config has {name!r} and also {[*others, *(message.keys() - others)]}: it "
+            "must have one optimizer, and may have use_moving_average and moving_average_decay"
         )
     return (
         {"class": "moving_average", "average_decay": decay, "opt": config}
@@ -572,7 +576,7 @@ _ARGUMENTS_OF = {
     "soap": {"precondition_frequency": "preconditioner_interval"},
     "variable_clipping": {"vars_to_clip_dims": "dims"},
 }
-# Arguments without a meaning here: of all optimizers, and of some.
+# Arguments without an effect in JAX: of all optimizers, and of some.
 _MEANINGLESS = {"name", "use_locking"}
 _MEANINGLESS_OF = {
     "adagrad_da": {"global_step"},  # it counts steps itself, or takes update(..., global_step=)
@@ -607,12 +611,12 @@ def _ours(found: _Found, argument: str) -> str:
 
 
 def _names_of(found: _Found) -> dict[str, str]:
-    """This library's names of the original's arguments."""
+    """This library's names, by the original's names of arguments."""
     return {**_ARGUMENTS, **_ARGUMENTS_OF.get(found.name, {}), **found.arguments}
 
 
 def _translated(found: _Found, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by this library's names; raises for unknown ones."""
+    """The arguments by this library's names; raises an error for unknown arguments."""
     ours: dict[str, Any] = {}
     known = {*found.parameters, *(["learning_rate"] if found.is_wrapper else [])}
     for argument, value in given.items():
@@ -629,8 +633,8 @@ def _translated(found: _Found, given: Mapping[str, Any]) -> dict[str, Any]:
             ours_of = _names_of(found)
             theirs = [k for k, v in ours_of.items() if v in known and k not in known]
             raise TypeError(
-                f"{found.name} has no argument {argument!r}"
-                f"{_nearest(argument, [*known, *theirs])}; it takes "
+                f"{found.name} has no argument "
+                f"{argument!r}{_nearest(argument, [*known, *theirs])}; its arguments are "
                 f"{', '.join(sorted(known))}"
             )
     return ours
@@ -646,7 +650,10 @@ def _with_inner(found: _Found, arguments: dict[str, Any]) -> dict[str, Any]:
     if isinstance(inner, str | Mapping):
         inner = create(inner, **rate)
     elif rate:
-        raise TypeError(f"{found.name}: learning_rate belongs to the inner optimizer")
+        raise TypeError(
+            f"{found.name}: learning_rate belongs to the inner optimizer, which was given as a "
+            "transformation: leave it out"
+        )
     return {**{k: v for k, v in arguments.items() if k not in rate}, "inner": inner}
 
 
@@ -655,7 +662,7 @@ def _defaults(found: _Found) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
-# What the originals keep in double precision, or in that of the variable.
+# Values that the originals keep in double precision, or in that of the variable.
 _EXACT = {
     "initial_accumulator_value",
     "weight_decay_per_step",
@@ -674,7 +681,7 @@ _ALL_EXACT = {
 
 
 def _as_original(name: str, argument: str, value: Any) -> Any:
-    """A hyper-parameter as the original computes with it."""
+    """A hyper-parameter, rounded as in the original."""
     if argument == "learning_rate" and callable(value):
         return lambda step: jnp.asarray(value(step), jnp.float32)
     if not isinstance(value, float) or argument in _EXACT or name in _ALL_EXACT:
@@ -726,13 +733,13 @@ _OF_PROJECTS = {
 
 
 def _schedules() -> dict[str, Callable[..., optax.Schedule]]:
-    """The schedules by the keys of their names, with and without the module."""
+    """The schedules by the keys of their names, with and without module."""
     known = {_key(name): f for name, f in (_OF_TF1 | _OF_PROJECTS).items()}
     return {_last(key): f for key, f in known.items()} | known
 
 
 def _schedule(config: Mapping[str, Any]) -> Any:
-    """A schedule from its config, or the rate of a message of object_detection."""
+    """A schedule from its config, or the rate from a message of object_detection."""
     if "class_name" in config:  # of Keras, which reads it
         return config
     if config.keys() <= _MESSAGES.keys() and len(config) == 1:
@@ -747,8 +754,8 @@ def _schedule(config: Mapping[str, Any]) -> Any:
     name = given.pop("class")
     if _last(_key(str(name))) == "noisylinearcosinedecay":
         raise ValueError(
-            f"{name} draws random numbers of TensorFlow, which are not here: linear_cosine_decay "
-            "is the same without noise"
+            f"{name} draws random numbers of TensorFlow, which are not available: use "
+            "linear_cosine_decay, the same schedule without noise"
         )
     if (schedule := _schedules().get(_key(str(name)))) is None:
         near = _nearest(_last(_key(str(name))), [f.__name__ for f in _schedules().values()])
@@ -794,7 +801,9 @@ def _from_rate(name: str, fields: dict[str, Any]) -> Any:
         _FIELDS.get(field, field): v for field, v in fields.items()
     }
     for field in given.keys() - _MESSAGES[name].keys():
-        raise TypeError(f"{name} has no field {field!r}; it has {', '.join(_MESSAGES[name])}")
+        raise TypeError(
+            f"{name} has no field {field!r}; its fields are {', '.join(_MESSAGES[name])}"
+        )
     match name:
         case "constant_learning_rate":
             return given["learning_rate"]
@@ -803,7 +812,9 @@ def _from_rate(name: str, fields: dict[str, Any]) -> Any:
         case "exponential_decay_learning_rate":
             return exponential_decay_with_burnin(**given)
     if not (parts := given["schedule"]):
-        raise ValueError(f"{name} has no schedule: give its parts, dicts of step and learning_rate")
+        raise ValueError(
+            f"{name} has no schedule: give a list of dicts with step and learning_rate"
+        )
     parts = [parts] if isinstance(parts, Mapping) else parts
     if wrong := [part for part in parts if part["step"] < 1]:
         raise ValueError(
@@ -814,7 +825,7 @@ def _from_rate(name: str, fields: dict[str, Any]) -> Any:
 
 
 def _times(multiplier: float, rate: Any) -> Any:
-    """A learning rate times a constant, both in float32 as in RETURNN."""
+    """A learning rate times a constant, both in float32, as in RETURNN."""
     factor = np.float32(multiplier)
     if callable(rate):
         return lambda step: factor * jnp.asarray(rate(step), jnp.float32)
@@ -824,7 +835,7 @@ def _times(multiplier: float, rate: Any) -> Any:
 def _with_override_times(
     multiplier: float, tx: optax.GradientTransformationExtraArgs
 ) -> optax.GradientTransformationExtraArgs:
-    """Multiplies the rate of ``update(..., learning_rate=)``, too."""
+    """Also multiplies the rate of ``update(..., learning_rate=)``."""
 
     def update(updates, state, params=None, **extra_args):
         if extra_args.get("learning_rate") is not None:

@@ -1,9 +1,9 @@
-"""Learning rates of TensorFlow 1, as functions of the number of steps before.
+"""Learning rate schedules of TensorFlow 1, as functions of the number of previous steps.
 
 The argument ``global_step`` of the originals is the argument of the returned function. Values are
-computed in float32, as there. TensorFlow's graph multiplies by the inverse of a constant where a
-function divides by it, so that a quotient of equal numbers may be just below or above a whole
-number: with ``decay_steps=41`` a staircase goes down at step 42. So it does here.
+computed in float32, as in the originals. TensorFlow's graph multiplies by the inverse of a constant
+instead of dividing by it, so that quotients may be slightly below or above an integer: with
+``decay_steps=41`` a staircase decreases at step 42. These functions reproduce this rounding.
 :func:`optzoo.create` makes schedules from configs.
 """
 
@@ -90,12 +90,12 @@ def natural_exp_decay(
 def inverse_time_decay(
     learning_rate: float, decay_steps: float, decay_rate: float, staircase: bool = False
 ) -> optax.Schedule:
-    r"""Decay by the inverse of the time, as ``tf.train.inverse_time_decay``.
+    r"""Inverse time decay, as ``tf.train.inverse_time_decay``.
 
     .. math::
         \eta_k = \frac{\eta}{1 + r k / N}
 
-    and with staircase :math:`k / N` is rounded down.
+    with :math:`k / N` rounded down if ``staircase``.
 
     Example:
         >>> import optzoo
@@ -126,8 +126,8 @@ def polynomial_decay(
     .. math::
         \eta_k = (\eta - \eta_N) \left(1 - \frac{\min(k, N)}{N}\right)^p + \eta_N
 
-    With ``cycle`` :math:`k` is not limited, and :math:`N` is multiplied by
-    :math:`\max(1, \lceil k / N \rceil)`: the rate rises again after each multiple of :math:`N`.
+    With ``cycle`` :math:`k` is not bounded, and :math:`N` is multiplied by :math:`\max(1, \lceil k
+    / N \rceil)`: the rate increases after each multiple of :math:`N`.
 
     Example:
         >>> import optzoo
@@ -140,7 +140,7 @@ def polynomial_decay(
         decay_steps: :math:`N`, positive.
         end_learning_rate: :math:`\eta_N`.
         power: :math:`p`.
-        cycle: whether there are cycles.
+        cycle: whether the decay is repeated in cycles.
     """
     check_finite(learning_rate=learning_rate, end_learning_rate=end_learning_rate, power=power)
     check_positive(decay_steps=decay_steps)
@@ -162,9 +162,8 @@ def polynomial_decay(
 def piecewise_constant(boundaries: Sequence[int], values: Sequence[float]) -> optax.Schedule:
     r"""One value up to each boundary, as ``tf.train.piecewise_constant``.
 
-    The first value holds while :math:`k \le b_1`, the second while :math:`b_1 < k \le b_2`, and so
-    on. A boundary belongs to the value before it, unlike in
-    ``optax.piecewise_constant_schedule``.
+    The first value applies if :math:`k \le b_1`, the second if :math:`b_1 < k \le b_2`, and so on.
+    At a boundary the value before it applies, unlike in ``optax.piecewise_constant_schedule``.
 
     Example:
         >>> import optzoo
@@ -174,10 +173,10 @@ def piecewise_constant(boundaries: Sequence[int], values: Sequence[float]) -> op
 
     Args:
         boundaries: :math:`b_1 < b_2 < \dots`, ints.
-        values: one more than boundaries.
+        values: the values, one more than boundaries.
 
     Raises:
-        TypeError: if a boundary is no int.
+        TypeError: if a boundary is not an int.
         ValueError: if boundaries do not increase, or the number of values is not one more.
     """
     bounds, rates = _checked_steps(0, "boundaries", boundaries, "values", values)
@@ -219,17 +218,17 @@ def cosine_decay_restarts(
     m_mul: float = 1.0,
     alpha: float = 0.0,
 ) -> optax.Schedule:
-    r"""Half cosines one after the other, as ``tf.train.cosine_decay_restarts``.
+    r"""Repeated half cosines, as ``tf.train.cosine_decay_restarts``.
 
     .. math::
         \eta_k = \eta \left((1 - \alpha) \tfrac12 m^i (1 + \cos \pi f) + \alpha\right)
 
-    where :math:`i` is the number of restarts before and :math:`f` the fraction of the present
-    period. The first period has :math:`N` steps, each other one :math:`t` times those of the
-    period before it.
+    where :math:`i` is the number of previous restarts and :math:`f` the fraction of the current
+    period. The first period has :math:`N` steps, and each period :math:`t` times as many steps as
+    the previous one.
 
-    :math:`i` is the floor of a logarithm in float32, so within rounding of a restart the original
-    may be in the other period; there TensorFlow and XLA may differ.
+    :math:`i` is the floor of a logarithm in float32: at a restart, rounding may select either
+    period, and TensorFlow and XLA may differ.
 
     Example:
         >>> import optzoo
@@ -279,7 +278,8 @@ def linear_cosine_decay(
         \eta_k = \eta \left((\alpha + 1 - f) \tfrac12 (1 + \cos 2 \pi P f) + \beta\right),
             \qquad f = \min(k, N) / N
 
-    ``tf.train.noisy_linear_cosine_decay`` draws random numbers of TensorFlow, and is not here.
+    ``tf.train.noisy_linear_cosine_decay`` is not available, since it draws random numbers of
+    TensorFlow.
 
     Example:
         >>> import optzoo
@@ -316,7 +316,7 @@ def noam(learning_rate: float, model_dim: int, warmup_steps: int) -> optax.Sched
     .. math::
         \eta_k = \eta d^{-1/2} \min\left((k + 1)^{-1/2}, (k + 1) w^{-3/2}\right)
 
-    tensor2tensor's ``noam`` is this with :math:`\eta = 5000`, times its ``learning_rate``.
+    tensor2tensor's ``noam`` is this schedule with :math:`\eta = 5000`, times its ``learning_rate``.
 
     Example:
         >>> import optzoo
@@ -346,10 +346,10 @@ def noam(learning_rate: float, model_dim: int, warmup_steps: int) -> optax.Sched
 def manual_stepping(
     boundaries: Sequence[int], rates: Sequence[float], warmup: bool = False
 ) -> optax.Schedule:
-    r"""One rate from each boundary on, as ``manual_stepping`` of object_detection.
+    r"""One rate between boundaries, as ``manual_stepping`` of object_detection.
 
-    The first rate holds while :math:`k < b_1`, the second while :math:`b_1 \le k < b_2`, and so on.
-    With ``warmup`` the rate rises linearly from the first to the second one before :math:`b_1`.
+    The first rate applies if :math:`k < b_1`, the second if :math:`b_1 \le k < b_2`, and so on.
+    With ``warmup`` the rate increases linearly from the first to the second one before :math:`b_1`.
 
     Example:
         >>> import optzoo
@@ -359,11 +359,11 @@ def manual_stepping(
 
     Args:
         boundaries: :math:`b_1 < b_2 < \dots`, positive ints.
-        rates: one more than boundaries.
+        rates: the rates, one more than boundaries.
         warmup: whether there is a warm-up.
 
     Raises:
-        TypeError: if a boundary is no int.
+        TypeError: if a boundary is not an int.
         ValueError: if boundaries do not increase, or the number of rates is not one more.
 
     References:
@@ -397,7 +397,7 @@ def exponential_decay_with_burnin(
     min_learning_rate: float = 0.0,
     staircase: bool = True,
 ) -> optax.Schedule:
-    r"""A constant, then exponential decay, as object_detection has it.
+    r"""A constant, then exponential decay, as in object_detection.
 
     .. math::
         \eta_k = \max\left(\eta_{\min}, \begin{cases} \eta_b & \text{if } k < B \\
@@ -413,12 +413,12 @@ def exponential_decay_with_burnin(
         learning_rate: :math:`\eta`.
         decay_steps: :math:`N`, positive.
         decay_rate: :math:`r`.
-        burnin_learning_rate: :math:`\eta_b`; 0 stands for ``learning_rate``, as in the original.
+        burnin_learning_rate: :math:`\eta_b`; 0 for ``learning_rate``, as in the original.
         burnin_steps: :math:`B`.
         min_learning_rate: :math:`\eta_{\min}`.
         staircase: whether :math:`(k - B) / N` is rounded down.
 
-    Before 2019 object_detection had :math:`k` in the place of :math:`k - B`.
+    Before 2019 object_detection used :math:`k` instead of :math:`k - B`.
 
     References:
         ``object_detection.utils.learning_schedules.exponential_decay_with_burnin`` of
@@ -444,7 +444,7 @@ def cosine_decay_with_warmup(
     warmup_steps: int = 0,
     hold_base_rate_steps: int = 0,
 ) -> optax.Schedule:
-    r"""A linear rise, a constant, then half a cosine, as object_detection has it.
+    r"""Linear warm-up, a constant, then half a cosine, as in object_detection.
 
     .. math::
         \eta_k = \begin{cases} \eta_w + (\eta - \eta_w) k / W & \text{if } k < W \\
@@ -460,7 +460,7 @@ def cosine_decay_with_warmup(
 
     Args:
         learning_rate: :math:`\eta`, called ``learning_rate_base`` by object_detection.
-        total_steps: :math:`T`, more than the steps of warm-up and of the constant.
+        total_steps: :math:`T`, more than :math:`W + H`.
         warmup_learning_rate: :math:`\eta_w`, at most ``learning_rate``.
         warmup_steps: :math:`W`.
         hold_base_rate_steps: :math:`H`.
@@ -521,7 +521,7 @@ def _fraction(decay_steps, staircase):
 
 
 def _checked_steps(least, name, boundaries, name_of_values, values):
-    """Boundaries of at least this number and the values between them, as arrays."""
+    """Boundaries with this minimum, and the values between them, as arrays."""
     for argument, numbers in ((name, boundaries), (name_of_values, values)):
         is_list = isinstance(numbers, Sequence) and not isinstance(numbers, str)
         if not is_list and not getattr(numbers, "shape", ()):
@@ -531,7 +531,8 @@ def _checked_steps(least, name, boundaries, name_of_values, values):
         raise ValueError(f"{name} must increase, got {list(boundaries)}")
     if len(values) != len(bounds) + 1:
         raise ValueError(
-            f"{name_of_values} must be one more than {name}: got {len(values)} for {len(bounds)}"
+            f"{name_of_values} must have one more element than {name}, got {len(values)} for "
+            f"{len(bounds)}"
         )
     for value in values:
         check_finite(**{name_of_values: value})

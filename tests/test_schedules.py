@@ -182,7 +182,11 @@ def test_configs_that_are_refused(rate, error, message):
     [
         (lambda: S.piecewise_constant([1.5], [1, 2]), TypeError, "boundaries must be an int"),
         (lambda: S.piecewise_constant([3, 3], [1, 2, 3]), ValueError, "boundaries must increase"),
-        (lambda: S.piecewise_constant([3], [1]), ValueError, "values must be one more than bound"),
+        (
+            lambda: S.piecewise_constant([3], [1]),
+            ValueError,
+            "values must have one more element than bound",
+        ),
         (
             lambda: S.manual_stepping([0], [1, 2]),
             ValueError,

@@ -1,4 +1,4 @@
-"""What to cite for an optimizer, from the references in its docstring."""
+"""Citations of an optimizer, from the references in its docstring."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SMALL_WORDS = {"a", "an", "the", "on", "some", "of", "in"}
 
 
 def cite(name: str | enum.Enum = "optzoo") -> str:
-    """The BibTeX entries of the papers, and of the code, that an optimizer or wrapper is from.
+    """The BibTeX entries of the papers and the code of an optimizer or wrapper.
 
     They are the references with an address in its docstring, with all authors, and the journal or
     the proceedings.
@@ -56,7 +56,7 @@ def cite(name: str | enum.Enum = "optzoo") -> str:
         }
 
     Args:
-        name: any name that :func:`optzoo.create` takes, a wrapper such as ``"slots_dtype"``, or
+        name: any name that :func:`optzoo.create` accepts, a wrapper such as ``"slots_dtype"``, or
             ``"optzoo"`` for the library itself.
 
     Returns:
@@ -64,8 +64,8 @@ def cite(name: str | enum.Enum = "optzoo") -> str:
 
     Raises:
         TypeError: if the name is not a string or a member of an enumeration.
-        ValueError: if the name is unknown (the message names the nearest ones), or if its docstring
-            refers to no work with an address.
+        ValueError: if the name is unknown (the message suggests similar names), or if its docstring
+            has no reference with an address.
     """
     if name == "optzoo":
         return _OPTZOO.format(pkgutil.resolve_name("optzoo:__version__"))
@@ -74,12 +74,12 @@ def cite(name: str | enum.Enum = "optzoo") -> str:
     references = references.partition("\n\n")[0]
     works = list(_WORK.finditer(" ".join(references.split())))
     if not works:
-        raise ValueError(f"{name!r} has no reference to cite; optzoo.cite() is for optzoo itself")
+        raise ValueError(f"{name!r} has no reference to cite; use optzoo.cite() for optzoo itself")
     return "\n\n".join(map(_entry, works))
 
 
 def _factory(name: Any) -> Any:
-    """That of :func:`optzoo.create`, or a wrapper that makes no optimizer by itself."""
+    """The factory of :func:`optzoo.create`, or a wrapper, which is not an optimizer by itself."""
     return _OTHERS[name] if isinstance(name, str) and name in _OTHERS else factory_of(name)
 
 
@@ -111,7 +111,7 @@ def _identifier(url: str) -> dict[str, str]:
 
 
 def _key(authors: str | None, title: str, year: str | None) -> str:
-    """A key as Google Scholar makes them: first author, year, first word of the title."""
+    """A key in the style of Google Scholar: first author, year, first word of the title."""
     words = re.findall(r"\w+", _ascii(title).lower())
     first = next((word for word in words if word not in _SMALL_WORDS), "")
     if authors is None:

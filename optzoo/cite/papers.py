@@ -1,7 +1,7 @@
-"""Who wrote the papers that docstrings refer to, and where they appeared.
+"""The authors and venues of the papers that docstrings refer to.
 
-A docstring has the first author, the title, the address and the year. Here is the rest, by the
-address. A work without a venue is cited as ``@misc``.
+A docstring has the first author, the title, the address and the year; this table has the other
+fields by address. A work without a venue is cited as ``@misc``.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Paper(NamedTuple):
-    """The authors of a paper, as BibTeX has them, and the fields of its venue."""
+    """The authors of a paper in BibTeX format, and the fields of its venue."""
 
     authors: str
     venue: Mapping[str, str] = MappingProxyType({})

@@ -1,4 +1,4 @@
-"""What compilers report of a step, for devices that need not be there."""
+"""Compiler reports of a step, also for devices that are not present."""
 
 from .devices import devices_of as devices_of
 from .report import CompileReport as CompileReport

@@ -1,4 +1,4 @@
-"""Devices to compile for that this machine does not have: TPU slices and GPUs."""
+"""Compile-only devices: TPU slices and GPUs that this machine does not have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.experimental import topologies
 
 from ..core.extras import how_to_install
 
-# The chips that libtpu knows, and slices of them that one can rent.
+# The chips that libtpu supports, and their available slices.
 _TPUS = {
     "v4": "2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4",
     "v5e": "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16",
@@ -23,7 +23,7 @@ _TPUS = {
 }
 _SLICE = re.compile(rf"({'|'.join(_TPUS)}):(\d+(?:x\d+){{1,2}})")
 _GPU = re.compile(r"h100(?::(\d+))?")
-# What XLA needs to know of a GPU that is not there: NVIDIA's data sheet of the H100 SXM5, in the
+# The properties of an absent GPU that XLA needs: NVIDIA's data sheet of the H100 SXM5, in the
 # format of `stream_executor/device_description.proto`.
 _H100 = """
 gpu_device_info {
@@ -42,7 +42,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 def devices_of(device: str) -> list[Any]:
-    """The devices that a name stands for, to make a mesh of them and to compile for it.
+    """The devices with a name, to make a mesh of them and to compile for it.
 
     Example:
         >>> import optzoo
@@ -51,12 +51,12 @@ def devices_of(device: str) -> list[Any]:
 
     Args:
         device: ``"cpu"``; a TPU slice, such as ``"v5e:4x4"``; or ``"h100"`` and ``"h100:8"``, GPUs
-            of one host. TPUs and GPUs need not be there.
+            of one host. TPUs and GPUs need not be present.
 
     Raises:
         ImportError: if the compiler for the device is not installed.
-        TypeError: if ``device`` is no string.
-        ValueError: if the device is not known.
+        TypeError: if ``device`` is not a string.
+        ValueError: if the device is unknown.
     """
     if not isinstance(device, str):
         raise TypeError(f"device must be a string such as 'v5e:4x4', got {device!r}")
@@ -69,7 +69,7 @@ def _devices_of(device: str) -> tuple[Any, ...]:
         return tuple(jax.devices("cpu"))
     if _SLICE.fullmatch(device):
         _need("libtpu", "tpu", device)
-        # No server is asked for a TPU, and another process may have loaded the compiler.
+        # Do not query the metadata server, and allow other processes to load the compiler.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
         return _topology(device, platform="tpu", topology_name=device)
@@ -80,7 +80,7 @@ def _devices_of(device: str) -> tuple[Any, ...]:
         return _topology(device, shape, platform="cuda", target_config=_H100, topology=shape)
     slices = "; ".join(f"{chip}: {shapes}" for chip, shapes in _TPUS.items())
     raise ValueError(
-        f"device must be 'cpu', 'h100', 'h100:8' or a TPU slice, got {device!r}. Known slices are "
+        f"device must be 'cpu', 'h100', 'h100:8' or a TPU slice, got {device!r}; known slices are "
         f"{slices}"
     )
 
@@ -90,7 +90,7 @@ def _topology(device: str, *args: str, **kwargs: Any) -> tuple[Any, ...]:
         return tuple(topologies.get_topology_desc(*args, **kwargs).devices)
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"device={device!r} is not known to its compiler: {reason}") from error
+        raise ValueError(f"device={device!r} is not supported by its compiler: {reason}") from error
 
 
 def _need(module: str, extra: str, device: str) -> None:

@@ -1,4 +1,4 @@
-"""Reads what XLA prints of a compiled program: its operations, loops, aliases and lines."""
+"""Parses the text of a compiled XLA program: operations, loops, aliases and source lines."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _CALLED = re.compile(r"(\w+)=(?:%([\w.\-]+)|\{(%[^{}]*)\})")
 _BODIES = ("calls", "to_apply", "body", "condition", "branch_computations", "called_computations")
 _BODIES += ("true_computation", "false_computation")
-# Their results lie where an operand lies, or are computed by other operations of the program.
+# Their results are in the memory of an operand, or are computed by other operations.
 _IN_PLACE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "domain"),
     *("while", "conditional", "call", "after-all", "add-dependency"),
@@ -29,7 +29,7 @@ _IN_PLACE = {
 _IN_VMEM = "S(1)}"  # the end of a layout
 # The names of fusions that begin and end a collective on TPUs.
 _START, _DONE = "async-collective-start", "async-collective-done"
-NO_ESTIMATE = 2**62  # of so many cycles or more, where the compiler has none
+NO_ESTIMATE = 2**62  # at least this number of cycles, without an estimate of the compiler
 _SAME = ("get-tuple-element", "bitcast", "copy-done", "opt-barrier")
 
 
@@ -48,13 +48,13 @@ class Instruction:
 
     @functools.cached_property
     def bodies(self) -> Mapping[str, tuple[str, ...]]:
-        """The computations that it calls, by the name of the attribute."""
+        """The computations that the operation calls, by the name of the attribute."""
         found = {key: (one or many) for key, one, many in _CALLED.findall(self.attributes)}
         names = lambda text: tuple(name.strip(" %") for name in text.split(","))
         return {key: names(text) for key, text in found.items() if key in _BODIES}
 
     def attribute(self, pattern: str) -> str | None:
-        """The group of a pattern in the attributes."""
+        """The group that a pattern matches in the attributes."""
         found = re.search(pattern, self.attributes)
         return found and found[1]
 
@@ -70,7 +70,7 @@ class Program:
     """A compiled program.
 
     Attributes:
-        aliases: by the number of a result the number of the parameter whose memory it takes.
+        aliases: from the number of a result to the number of the parameter whose memory it reuses.
     """
 
     def __init__(self, text: str):
@@ -90,7 +90,7 @@ class Program:
         self._lines = _Lines(lines)
 
     def _with_result(self, operation: Instruction) -> Instruction:
-        """A collective of another core, such as a SparseCore: where it begins, with its result."""
+        """The start of a collective on another core, such as a SparseCore, with its result."""
         is_begun = operation.opcode == "custom-call-start"
         if not is_begun or not any(part.opcode in COLLECTIVES for part in self.parts(operation)):
             return operation
@@ -101,19 +101,19 @@ class Program:
 
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
-        """The arguments in their order."""
+        """The arguments, in order."""
         found = [operation for operation in self.outermost if operation.opcode == "parameter"]
         return sorted(found, key=lambda operation: int(operation.operands[0]))
 
     @property
     def outermost(self) -> list[Instruction]:
-        """The operations outside of loops, branches and calls, in the order of the schedule."""
+        """The operations outside loops, branches and calls, in the order of the schedule."""
         return list(self._computations[self._entry].values())
 
     def name_in_jax(self, operation: Instruction) -> str:
-        """Such as ``jit(step)/mul``, and of a parameter ``params['w']``.
+        """The name in JAX, such as ``jit(step)/mul``, or ``params['w']`` for a parameter.
 
-        If XLA has inserted the operation, it is the name of the first operand that has one.
+        If XLA has inserted the operation, it is the name of the first operand that has a name.
         """
         inside, now = self._inside[operation.name], operation
         while now is not None:
@@ -123,7 +123,7 @@ class Program:
         return ""
 
     def operations(self) -> Iterator[Place]:
-        """Those that run, with those of loops, branches and calls, but not the parts of fusions."""
+        """The executed operations, also of loops, branches and calls, without parts of fusions."""
         yield from self._operations(self._entry, False)
 
     def _operations(self, name: str, in_loop: bool) -> Iterator[Place]:
@@ -135,7 +135,7 @@ class Program:
                     yield from self._operations(body, inside)
 
     def parts(self, operation: Instruction) -> Iterator[Instruction]:
-        """Those of a fusion, or of what is begun, such as for another core."""
+        """The operations of a fusion, or of an asynchronous start, such as for another core."""
         if operation.opcode == "fusion" or operation.opcode.endswith("-start"):
             for body in itertools.chain(*operation.bodies.values()):
                 for part in self._computations[body].values():
@@ -143,10 +143,10 @@ class Program:
                     yield from self.parts(part)
 
     def beside(self) -> Iterator[tuple[Instruction, list[Instruction]]]:
-        """What begins and ends apart, and in the order of the schedule what runs between.
+        """Asynchronous operations, with the operations between their start and end in the schedule.
 
-        This is what begins it, also a fusion of a TPU, and of the outermost computation alone. The
-        work of another core starts where it gets its operands.
+        Keys are the starts, including fusions of a TPU, of the outermost computation only. The work
+        of another core starts when it receives its operands.
         """
         inside, order = self._computations[self._entry], self.outermost
         for at, operation in enumerate(order):
@@ -159,9 +159,9 @@ class Program:
     def _origins(
         self, operation: Instruction, inside: Mapping[str, Instruction]
     ) -> Iterator[Instruction]:
-        """What begins that which an operation ends, and what hands on its operands.
+        """The starts that an operation ends, and the operations that pass on its operands.
 
-        These are operands before it, also through loops.
+        These are earlier operands, also through loops.
         """
         seen, waiting = set[str](), list(operation.operands)
         while waiting:
@@ -178,7 +178,7 @@ class Program:
                 waiting += inside[name].operands
 
     def turns(self, loop: Instruction) -> int | None:
-        """How often a loop runs; None if this is not known."""
+        """The trip count of a loop; None if it is unknown."""
         if (known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')) is not None:
             return int(known)
         condition = self._computations[loop.bodies["condition"][0]]
@@ -193,13 +193,13 @@ class Program:
 
     @functools.cached_property
     def has_cycles(self) -> bool:
-        """Whether the compiler has estimates of cycles: that for TPUs has."""
+        """Whether the compiler estimates cycles, as that for TPUs does."""
         return any(self._estimate(op) for op, _ in self.operations())
 
     def cycles(self, operation: Instruction) -> int:
-        """The compiler's estimate, with what the operation calls; 0 if it has none.
+        """The compiler's estimate of cycles, including called computations; 0 without an estimate.
 
-        Of a loop it is that of all turns, and 0 if their number is not known.
+        For a loop it covers all iterations, and is 0 if their number is unknown.
         """
         if (own := self._estimate(operation)) is not None:
             return own
@@ -220,11 +220,11 @@ class Program:
         return tuple(self._lines.of(operation))
 
     def new_arrays(self, operation: Instruction, at_least: int) -> int:
-        """How many arrays of so many bytes an operation makes in memory of their own.
+        """The number of arrays of at least this size that an operation allocates.
 
-        Those that lie where an operand lies are not counted: updates of rows, and results that take
-        the memory of an argument that the operation reads. What begins and ends apart is counted
-        where it begins.
+        Arrays in the memory of an operand are not counted: updates of rows, and results that reuse
+        the memory of an argument that the operation reads. Asynchronous operations are counted at
+        their start.
         """
         if self._is_in_place(operation):
             return 0
@@ -235,7 +235,7 @@ class Program:
         if operation.opcode == "custom-call":
             return "output_to_operand_aliasing=" in operation.attributes
         if operation.opcode != "fusion":
-            # An operation that runs beside others makes its result where it starts.
+            # An asynchronous operation allocates its result at its start.
             return operation.opcode in _IN_PLACE or operation.opcode.endswith(("-update", "-done"))
         inside = self._computations[operation.bodies["calls"][0]]
         makers = [self._source(operation, inside) for operation in _results(inside)]
@@ -253,7 +253,7 @@ class Program:
 
     @functools.cached_property
     def _reused(self) -> dict[str, int]:
-        """By operation, how many of its results take the memory of an argument that it reads."""
+        """By operation, the number of its results that reuse the memory of an argument it reads."""
         inside, found = self._computations[self._entry], dict[str, int]()
         for number, result in enumerate(_results(inside)):
             maker = self._source(result, inside)
@@ -268,7 +268,7 @@ _UPDATES = ("scatter", "dynamic-update-slice", "parameter")
 
 
 def _results(inside: Mapping[str, Instruction]) -> list[Instruction]:
-    """What makes the results of a computation."""
+    """The operations that compute the results of a computation."""
     root = next(op for op in inside.values() if op.is_root)
     return [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
 
@@ -284,11 +284,11 @@ def _operation(line: str) -> Instruction | None:
     operands = re.findall(r"%([\w.\-]+)", inside) or [s for s in inside.split(", ") if s]
     arrays, opcode = _arrays(result), opcode.strip()
     if opcode.endswith("-start") and len(arrays) > len(operands):
-        # Beside the results stand the operands, and numbers that identify it.
+        # The results are accompanied by the operands, and by numbers that identify the operation.
         arrays = [(dtype, size) for dtype, size in arrays[len(operands) :] if size > 4]
     dtypes, sizes = tuple(dtype for dtype, _ in arrays), tuple(size for _, size in arrays)
     moves = ""
-    if opcode == "copy-start" and _IN_VMEM in result:  # the result stands before the operand
+    if opcode == "copy-start" and _IN_VMEM in result:  # the result precedes the operand
         moves = "to VMEM" if _IN_VMEM in result.partition("]")[2].partition("[")[0] else "from VMEM"
     return Instruction(
         head[2], opcode, sizes, dtypes, tuple(operands), attributes, bool(head[1]), moves
@@ -296,13 +296,13 @@ def _operation(line: str) -> Instruction | None:
 
 
 def _split_type(text: str) -> tuple[str, str]:
-    """The type of a result, and what follows it."""
+    """The type of a result, and the text after it."""
     end = _closing(text[1:], 1) + 1 if text.startswith("(") else text.index(" ")
     return text[:end], text[end:].lstrip()
 
 
 def _closing(text: str, depth: int) -> int:
-    """Where parentheses end that are open so deep."""
+    """The position where parentheses of a given depth are closed."""
     for at, character in enumerate(text):
         depth += (character == "(") - (character == ")")
         if depth == 0:
@@ -317,7 +317,7 @@ def _arrays(result: str) -> list[tuple[str, int]]:
 
 
 def _bits(dtype: str) -> int:
-    """Of an element: the first number in the name of its type, such as 16 of ``bf16``."""
+    """The bits of an element: the first number in the name of its type, such as 16 in ``bf16``."""
     if dtype in _BITS:
         return _BITS[dtype]
     digits = re.search(r"\d+", dtype)
@@ -334,7 +334,7 @@ def _aliases(head: str) -> dict[int, int]:
 
 
 class _Lines:
-    """The source lines of a program: beside each operation, or in tables before the program."""
+    """The source lines of a program, printed with each operation or in separate tables."""
 
     def __init__(self, lines: list[str]):
         self._tables = {}

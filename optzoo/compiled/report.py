@@ -1,4 +1,4 @@
-"""Compiles a train step for a device, and reports what the program keeps, copies and sends."""
+"""Compiles a train step for a device, and reports memory, copies and collectives of the program."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ from .devices import devices_of
 from .hlo import COLLECTIVES, NO_ESTIMATE, Instruction, Program
 from .requirements import Required, RequirementError
 
-# What takes time, in a schedule.
+# The operations of a schedule that need time.
 _COMPUTING = ("fusion", "while", "call", "conditional", "convolution", "dot", "custom-call")
-_SMALL = 1 / 8  # of the largest donated array: what is smaller is no table and no slot of one
+_SMALL = (
+    1 / 8
+)  # of the largest donated array: smaller arrays are neither tables nor slots of tables
 _LISTED = 10  # of each kind, by str
 
 
 @dataclasses.dataclass(frozen=True)
 class LargeOperation:
-    """An operation whose result is as large as a table or a slot, in memory of its own.
+    """An operation that allocates a result as large as a table or a slot.
 
     Attributes:
-        operation: what it does, such as ``copy``, and of a fusion its name.
+        operation: the operation, such as ``copy``, or the name of a fusion.
         nbytes: the size of its result.
-        in_loop: whether a loop runs it.
-        of: what JAX calls it, such as ``jit(step)/mul``; of a change of layout the argument.
+        in_loop: whether it is in a loop.
+        of: its name in JAX, such as ``jit(step)/mul``; for a change of layout the argument.
         lines: its source lines, the innermost first.
     """
 
@@ -53,12 +55,12 @@ class Collectives:
     """The collective operations of one kind.
 
     Attributes:
-        kind: such as ``all-reduce``.
-        in_loop: whether a loop runs them; then they are counted once.
-        number: how many there are.
+        kind: the kind, such as ``all-reduce``.
+        in_loop: whether they are in a loop; each is then counted once.
+        number: the number of operations.
         nbytes: the size of all their results on one device.
-        dtypes: of the elements that are sent, as XLA names them, such as ``bf16``. The compiler may
-            send fewer bits than the step computes with, if all that reads them needs fewer.
+        dtypes: the dtypes of the elements that are sent, as named by XLA, such as ``bf16``. The
+            compiler may send fewer bits than the step computes with, if all consumers need fewer.
     """
 
     kind: str
@@ -70,17 +72,17 @@ class Collectives:
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """A collective operation that begins and ends apart, so that other operations run between.
+    """An asynchronous collective operation that overlaps with other operations.
 
     Attributes:
-        kind: such as ``all-reduce``.
+        kind: the kind, such as ``all-reduce``.
         nbytes: the size of its result on one device.
-        turns: the turns of the loops that run between.
-        between: the names in JAX of the operations that run between, in the order of the schedule;
-            those of loops are a name for each loop.
-        dtypes: of the elements that are sent, as in :class:`Collectives`.
-        cycles: the compiler's estimate for the operations that run between; None if it has none.
-            Loops whose number of turns is not known count nothing.
+        turns: the number of iterations of the loops between its start and end.
+        between: the names in JAX of the operations between its start and end, in the order of the
+            schedule; a loop has one name.
+        dtypes: the dtypes of the elements that are sent, as in :class:`Collectives`.
+        cycles: the compiler's estimate for the operations between start and end; None without
+            estimates. Loops with an unknown number of iterations are not included.
     """
 
     kind: str
@@ -93,13 +95,13 @@ class Overlap:
 
 @dataclasses.dataclass(frozen=True)
 class Blocking:
-    """A collective operation, outside of loops, beside which no other operation runs.
+    """A collective operation, outside loops, that does not overlap with other operations.
 
     Attributes:
-        kind: such as ``all-reduce``.
+        kind: the kind, such as ``all-reduce``.
         nbytes: the size of its result on one device.
-        dtypes: of the elements that are sent, as in :class:`Collectives`.
-        of: what JAX calls it, such as ``jit(step)/psum``.
+        dtypes: the dtypes of the elements that are sent, as in :class:`Collectives`.
+        of: its name in JAX, such as ``jit(step)/psum``.
     """
 
     kind: str
@@ -110,7 +112,7 @@ class Blocking:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where an array among the arguments is.
+    """The placement of an array among the arguments.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -119,12 +121,12 @@ class Placement:
         (Placement(argument=0, name='x', nbytes=32, on_device=32, donated=False, returned=True),)
 
     Attributes:
-        argument: its argument, by the position or the keyword.
-        name: what JAX calls it, such as ``params['w']``.
+        argument: its argument, by position or keyword.
+        name: its name in JAX, such as ``params['w']``.
         nbytes: the size of the whole array.
-        on_device: that of the part on one device.
-        donated: whether a result may take its memory.
-        returned: whether the result in its place has its sharding; None if there is no such result.
+        on_device: the size of the part on one device.
+        donated: whether a result may reuse its memory.
+        returned: whether the corresponding result has its sharding; None without such a result.
     """
 
     argument: int | str
@@ -139,9 +141,9 @@ class Placement:
 class CompileReport:
     """The result of :func:`optzoo.compile_report`. All sizes are bytes of one device.
 
-    ``str`` of it is a table of totals, followed by the ten largest new arrays, collectives and
-    arguments that are not reused; :meth:`full` lists all of them. ``dataclasses.asdict`` of it is
-    data.
+    Its ``str`` is a table of totals, followed by the ten largest new arrays, collectives and
+    arguments that are not reused; :meth:`full` lists all of them. ``dataclasses.asdict`` converts
+    it to plain data.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -150,28 +152,28 @@ class CompileReport:
         32
 
     Attributes:
-        device: the name that was given.
-        num_devices: how many devices the program runs on.
+        device: the given name.
+        num_devices: the number of devices of the program.
         arguments: the size of the arguments.
-        results: that of the results.
-        reused: that of the arguments whose memory results take.
-        temporaries: what the program needs beside arguments and results.
-        not_reused: the donated arguments whose memory no result takes, with their sizes.
-        placements: where each array among the arguments is that the program reads.
-        large: the operations that copy or compute as much as a table or a slot, elsewhere than in
-            the memory of a donated argument that they read.
-        at_least: from how many bytes on a result is large.
-        collectives: what the devices send to each other.
-        overlaps: those of the collectives that run beside other operations of the schedule.
-        blocking: those beside which nothing runs, since they do not begin and end apart, or with
-            nothing between; of those outside of loops.
-        estimated_bytes: the compiler's estimate of what is read and written; None if it has none.
-            The body of a loop is counted once, as in the other estimates.
-        estimated_flops: the same of floating-point operations.
-        estimated_seconds: the same of the time; None if it has none.
-        estimated_cycles: the sum over the operations, which only the compiler for TPUs estimates.
-        compile_seconds: how long it took to compile here. This is measured.
-        text: the program, as XLA prints it.
+        results: the size of the results.
+        reused: the size of the arguments whose memory is reused by results.
+        temporaries: the memory that the program needs in addition to arguments and results.
+        not_reused: the donated arguments whose memory no result reuses, with their sizes.
+        placements: the placement of each array among the arguments that the program reads.
+        large: the operations that copy or compute an array as large as a table or a slot, and do
+            not reuse the memory of a donated argument that they read.
+        at_least: the smallest size of a large result, in bytes.
+        collectives: the communication between devices.
+        overlaps: the collectives that overlap with other operations of the schedule.
+        blocking: the collectives outside loops that do not overlap, because they are synchronous or
+            no operation is between their start and end.
+        estimated_bytes: the compiler's estimate of bytes read and written; None without one. The
+            body of a loop is counted once, as in the other estimates.
+        estimated_flops: the estimate of floating-point operations.
+        estimated_seconds: the estimate of the time; None without one.
+        estimated_cycles: the sum over the operations, estimated only by the compiler for TPUs.
+        compile_seconds: the measured compile time on this machine.
+        text: the program as printed by XLA.
     """
 
     device: str
@@ -198,7 +200,7 @@ class CompileReport:
         return "\n".join(_shown(self, _LISTED))
 
     def full(self) -> str:
-        """The text that ``str`` gives, with all arguments, arrays and collectives.
+        """The text of ``str``, with all arguments, arrays and collectives.
 
         Example:
             >>> import jax.numpy as jnp, optzoo
@@ -210,7 +212,7 @@ class CompileReport:
 
     @property
     def peak(self) -> int:
-        """The bytes of arguments, temporaries, and results with memory of their own."""
+        """The bytes of arguments, temporaries, and results that reuse no arguments."""
         return self.arguments + self.results - self.reused + self.temporaries
 
     def require(
@@ -224,10 +226,10 @@ class CompileReport:
         temporaries: float | None = None,
         peak: float | None = None,
     ) -> CompileReport:
-        """Raises an error if the program is not as required; returns the report.
+        """Raises an error if the program does not meet requirements; returns the report.
 
-        It is for tests: a new version of JAX, or a change of the step, may divide arrays in another
-        way or copy them, without a word and with the same values.
+        Use it in tests: a new version of JAX, or a change of the step, may silently shard arrays in
+        another way or copy them, with the same values.
 
         Example:
             >>> import jax, jax.numpy as jnp, optzoo
@@ -242,27 +244,27 @@ class CompileReport:
               peak: 32 bytes, at most 31 are allowed
 
         Args:
-            donated: a result takes the memory of each donated argument.
-            same_shardings: each donated argument has a result in its place, with the same sharding.
-                The results in the place of arguments are the first ones, in their order: of a step
-                that takes ``(params, state, batch)`` and returns ``(params, state, loss)`` the
-                parameters and the state, and of one that returns a single tree that tree.
-            divided: by the position of an argument, or its keyword, over how many devices its
-                arrays are divided: ``{1: 8}`` if a device has an eighth of a state. It may have
-                five percent more, for small arrays that are whole.
-            collectives: by kind the most bytes of their results on one device
-                (``{"all-reduce": 0}``); a kind that is not in it must not be in the program. Those
-                in a loop count once.
-            large: the most operations in ``report.large``, which make an array as large as a table
-                or a slot. With dense gradients the gradients are among them.
-            temporaries: the most bytes of temporaries.
-            peak: the most bytes of :attr:`peak`.
+            donated: a result must reuse the memory of each donated argument.
+            same_shardings: each donated argument must have a corresponding result with the same
+                sharding. Results correspond to arguments in order: in a step with the arguments
+                ``(params, state, batch)`` and the results ``(params, state, loss)`` the parameters
+                and the state; a result that is not a tuple corresponds to the first argument.
+            divided: from the position or keyword of an argument to the number of devices over which
+                its arrays must be divided: ``{1: 8}`` if a device has an eighth of a state. Five
+                percent more are allowed, for small arrays that are replicated.
+            collectives: by kind, the largest number of bytes of their results on one device
+                (``{"all-reduce": 0}``); other kinds are not allowed. Collectives in a loop are
+                counted once.
+            large: the largest number of operations in ``report.large``, which allocate an array as
+                large as a table or a slot. Dense gradients are included.
+            temporaries: the largest number of bytes of temporaries.
+            peak: the largest number of bytes of :attr:`peak`.
 
         Raises:
             RequirementError: an ``AssertionError`` with a line for each requirement that is not
                 met.
-            ValueError: if nothing is required, or an argument or a kind of collective operations is
-                not known.
+            ValueError: if there is no requirement, or an argument or a kind of collective
+                operations is unknown.
         """
         required = Required(donated, same_shardings, divided, collectives, large, temporaries, peak)
         if found := [*required.unmet(self)]:
@@ -274,23 +276,22 @@ class CompileReport:
 def compile_report(
     step: Callable[..., Any], *args: Any, device: str, at_least: int | None = None, **kwargs: Any
 ) -> CompileReport:
-    """Compiles a train step for a device, which need not be there, and reports on the program.
+    """Compiles a train step for a device, which need not be present, and reports on the program.
 
     .. code-block:: python
 
         step = optzoo.minimize(loss, tx)
         print(optzoo.compile_report(step, params, tx.init(params), *batch, device="v5e:2x2"))
 
-    Nothing is run, and no array is moved. Memory, copies, aliases and collectives are what the
-    compiler decided, so they are facts of the program; bytes read and written, seconds and cycles
-    are its estimates.
+    Nothing is run, and no array is moved. Memory, copies, aliases and collectives are facts of the
+    compiled program; bytes read and written, seconds and cycles are the compiler's estimates.
 
-    A step on several devices is made for a mesh of :func:`optzoo.compiled.devices_of`, and takes
-    arguments with shardings over this mesh (``jax.ShapeDtypeStruct(shape, dtype, sharding=...)``).
-    If no argument has one, the step is compiled for the first device. A shape may also have a
-    layout (``sharding=Format(Layout((0, 1)), ...)`` of ``jax.experimental.layout``). Without one it
-    has that which the compiler takes, and in a step of :func:`optzoo.minimize` tables
-    and slots are row-major, as in a call (:func:`optzoo.rows.row_major`).
+    A step on several devices needs a mesh of :func:`optzoo.compiled.devices_of`, and arguments with
+    shardings over this mesh (``jax.ShapeDtypeStruct(shape, dtype, sharding=...)``). If no argument
+    has a sharding, the step is compiled for the first device. A shape may also have a layout
+    (``sharding=Format(Layout((0, 1)), ...)`` of ``jax.experimental.layout``). The default is the
+    layout that the compiler chooses; in a step of :func:`optzoo.minimize` tables and slots are
+    row-major, as in a call (:func:`optzoo.rows.row_major`).
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -306,19 +307,19 @@ def compile_report(
     Args:
         step: a function compiled by ``jax.jit``, or a step of optzoo; another function is compiled
             without donation.
-        *args: its arguments: arrays, or a ``jax.ShapeDtypeStruct`` for each.
+        *args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` objects.
         device: ``"cpu"``, a TPU slice such as ``"v5e:4x4"``, ``"h100"`` or ``"h100:8"``.
-        at_least: from how many bytes on a result counts as large; None for the smallest donated
-            array that has at least an eighth of the bytes of the largest one.
+        at_least: the smallest size of a large result, in bytes; None for the size of the smallest
+            donated array that has at least an eighth of the bytes of the largest one.
         **kwargs: further arguments of the step.
 
     Raises:
-        ImportError: if the compiler for the device is not installed: the extras ``tpu`` and
-            ``gpu``.
-        MemoryError: if the step does not fit into the memory of a device, with the largest
-            arguments.
+        ImportError: if the compiler for the device is not installed (the extras ``tpu`` and
+            ``gpu``).
+        MemoryError: if the step does not fit into the memory of a device; the message lists the
+            largest arguments.
         TypeError: if ``step`` is not a function.
-        ValueError: if the device is not known, or an argument is sharded over other devices.
+        ValueError: if the device is unknown, or an argument is sharded over other devices.
     """
     return report_of(lowered_for(step, args, kwargs, device), device, at_least)
 
@@ -326,7 +327,7 @@ def compile_report(
 def lowered_for(
     step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str
 ) -> Any:
-    """The program of a step for a device, before it is compiled: a ``jax.stages.Lowered``."""
+    """The lowered program of a step for a device, a ``jax.stages.Lowered``."""
     check_function(step=step)
     args, kwargs = _placed((args, kwargs), devices_of(device), device)
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
@@ -336,7 +337,7 @@ def lowered_for(
 
 
 def report_of(lowered: Any, device: str, at_least: int | None = None) -> CompileReport:
-    """Compiles what :func:`lowered_for` gives, and reports on it."""
+    """Compiles the result of :func:`lowered_for`, and reports on it."""
     begun = time.perf_counter()
     try:
         compiled = lowered.compile()
@@ -379,15 +380,15 @@ def report_of(lowered: Any, device: str, at_least: int | None = None) -> Compile
 
 
 def _placed(tree: Any, devices: list[Any], device: str) -> Any:
-    """Shapes on the devices in the place of arrays."""
+    """Shapes on the devices, instead of arrays."""
     here: Callable[[Any], Any] = lambda x: getattr(x, "sharding", None)
     on_devices = lambda x: here(x) is not None and here(x).device_set <= set(devices)
     is_sharded = any(on_devices(x) and len(here(x).device_set) > 1 for x in jax.tree.leaves(tree))
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if here(x) is not None and len(here(x).device_set) > 1 and not on_devices(x):
             raise ValueError(
-                f"{_name(path)} is sharded over other devices than those of {device!r}: give its "
-                f"shape with a sharding over a mesh of optzoo.compiled.devices_of({device!r})"
+                f"{_name(path)} is sharded over devices that are not those of {device!r}: give "
+                f"its shape with a sharding over a mesh of optzoo.compiled.devices_of({device!r})"
             )
     first = None if is_sharded else SingleDeviceSharding(devices[0])
     # Of a sharding for one device JAX does not read the kind of memory.
@@ -409,14 +410,14 @@ def _placed(tree: Any, devices: list[Any], device: str) -> Any:
 
 
 def _in_layout(x: Any, sharding: Any) -> Any:
-    """The sharding, with the layout that a shape was given; that of an array is its device's."""
+    """The sharding, with the layout of a shape; the layout of an array is that of its device."""
     given = getattr(x, "format", None) if isinstance(x, jax.ShapeDtypeStruct) else None
     layout = getattr(given, "layout", None)
     return sharding if layout is None else Format(layout, sharding)
 
 
 def _donated(lowered: Any, program: Program) -> dict[str, tuple[int, bool]]:
-    """By the name of a donated argument its size on a device, and whether a result takes it."""
+    """By the name of a donated argument, its size on a device, and whether a result reuses it."""
     taken, found = set(program.aliases.values()), {}
     for i, name, info in _arguments(lowered, program):
         if info.donated:
@@ -426,7 +427,7 @@ def _donated(lowered: Any, program: Program) -> dict[str, tuple[int, bool]]:
 
 
 def _arguments(lowered: Any, program: Program) -> Iterator[tuple[int | None, str, Any]]:
-    """Each array: its number in the program, None if that does not read it, its name and aval."""
+    """For each array, its number in the program (None if it is not read), its name and aval."""
     numbers = {i: number for number, i in enumerate(kept_arguments(lowered))}
     for i, (path, info) in enumerate(jax.tree_util.tree_leaves_with_path(lowered.args_info)):
         number = numbers.get(i)
@@ -435,7 +436,7 @@ def _arguments(lowered: Any, program: Program) -> Iterator[tuple[int | None, str
 
 
 def _placements(lowered: Any, compiled: Any, program: Program) -> Iterator[Placement]:
-    """Of the arguments that the program reads."""
+    """The placements of the arguments that the program reads."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(lowered.args_info)
     shardings = treedef.flatten_up_to(compiled.input_shardings)
     results = _results_in_place(lowered, compiled.output_shardings)
@@ -450,7 +451,7 @@ def _placements(lowered: Any, compiled: Any, program: Program) -> Iterator[Place
 
 
 def _results_in_place(lowered: Any, shardings: Any) -> dict[Any, Any]:
-    """By the path of an argument the sharding of the result in its place."""
+    """By the path of an argument, the sharding of the corresponding result."""
     args, out = lowered.args_info[0], result_types(lowered)
     is_tuple = type(out) is tuple
     results = zip(out, shardings, strict=True) if is_tuple else [(out, shardings)]
@@ -494,13 +495,13 @@ def _collectives(program: Program) -> Iterator[Collectives]:
 
 
 def _sending(program: Program) -> Iterator[tuple[Instruction, Instruction, bool]]:
-    """The operations that send, what they send by, and whether they are in a loop."""
+    """The operations that communicate, their collectives, and whether they are in a loop."""
     fused = set[str | None]()
     for operation, in_loop in program.operations():
         for part in (operation, *program.parts(operation)):
             if _kind(part):
                 number = part.attribute(r"channel_id=(\d+)")
-                # On TPUs several fusions begin, do and end the one that is a part of each.
+                # On TPUs several fusions start, execute and end the collective that each contains.
                 is_fused = operation.opcode == "fusion"
                 if not is_fused or number is None or number not in fused:
                     yield operation, part, in_loop
@@ -513,7 +514,7 @@ def _dtypes(*operations: Instruction) -> tuple[str, ...]:
 
 
 def _overlapping(program: Program) -> Iterator[tuple[Instruction, list[Instruction]]]:
-    """What begins a collective, and the operations that compute before its end."""
+    """The start of a collective, and the operations that compute before its end."""
     for begin, between in program.beside():
         if computed := [op for op in between if op.opcode in _COMPUTING]:
             yield begin, computed
@@ -539,13 +540,13 @@ def _blocking(program: Program) -> Iterator[Blocking]:
 
 
 def _kind(operation: Instruction) -> str | None:
-    """Of a collective; what ends one that runs beside other operations is none."""
+    """The kind of a collective; None for the end of an asynchronous one."""
     kind = operation.opcode.removesuffix("-start")
     return kind if kind in COLLECTIVES else None
 
 
 def _costs(compiled: Any) -> dict[str, float]:
-    costs = compiled.cost_analysis()  # by some backends in a list, by others not at all
+    costs = compiled.cost_analysis()  # some backends return a list, others nothing
     return (costs[0] if isinstance(costs, list) else costs) or {}
 
 
@@ -555,7 +556,7 @@ def _number_of_devices(compiled: Any) -> int:
 
 
 def _too_large(error: Exception, device: str, lowered: Any) -> str:
-    """The message about a program that needs more memory than there is."""
+    """The message about a program that needs more memory than a device has."""
     reason = str(error).partition("\n")[0].partition(": ")[2]
     infos = jax.tree_util.tree_leaves_with_path(lowered.args_info)
     sizes = {_name(path): _nbytes(info) for path, info in infos}
@@ -568,14 +569,14 @@ def _too_large(error: Exception, device: str, lowered: Any) -> str:
 
 
 def _name(path: Any) -> str:
-    """Of an argument: ``args[0]['table']``."""
+    """The name of an argument, such as ``args[0]['table']``."""
     kind, *rest = path
     return f"{'kwargs' if kind.idx else 'args'}{jax.tree_util.keystr(tuple(rest))}"
 
 
 def _between(overlap: Overlap) -> tuple[str, ...]:
     cycles = "" if overlap.cycles is None else f"{overlap.cycles:,} cycles"
-    return cycles, f"{overlap.turns} turns of loops", f"{len(overlap.between)} operations"
+    return cycles, f"{overlap.turns} loop iterations", f"{len(overlap.between)} operations"
 
 
 def _sent(found: Collectives | Overlap | Blocking) -> tuple[str]:
@@ -598,7 +599,7 @@ def _mega(nbytes: float) -> str:
 
 
 def _shown(report: CompileReport, most: int | None = None) -> Iterator[str]:
-    """The lines of a report: totals, then lists, of which each has at most so many items."""
+    """The lines of a report: totals, then lists with at most ``most`` items each."""
     yield from _totals(report)
     left = []
 
@@ -622,16 +623,16 @@ def _shown(report: CompileReport, most: int | None = None) -> Iterator[str]:
         yield f"  {found.operation}, {_mega(found.nbytes)}{loop}: {found.of or 'unknown'}"
         yield from (f"    {line}" for line in dict.fromkeys([*found.lines[:1], *found.lines[-1:]]))
     of = lambda found: (f"  {found.kind}", _mega(found.nbytes), *_sent(found))
-    if blocking := listed("collectives beside nothing", _by_size(report.blocking)):
-        yield "collectives beside nothing, outside of loops:"
+    if blocking := listed("collectives without overlap", _by_size(report.blocking)):
+        yield "collectives without overlap, outside loops:"
         yield from columns([(*of(b), b.of) for b in blocking])
     rest = None if most is None else most - len(blocking)
-    beside = listed("collectives beside other operations", _by_size(report.overlaps), rest)
+    beside = listed("overlapped collectives", _by_size(report.overlaps), rest)
     if beside:
-        yield "collectives beside other operations:"
+        yield "overlapped collectives:"
         yield from columns([(*of(o), *_between(o)) for o in beside])
     if left:
-        yield f"{', '.join(left)}: report.full() has them"
+        yield f"{', '.join(left)}: see report.full()"
 
 
 def _totals(report: CompileReport) -> Iterator[str]:
@@ -653,9 +654,9 @@ def _totals(report: CompileReport) -> Iterator[str]:
         ]
     )
     if report.blocking:
-        yield f"  beside nothing, outside of loops: {_total(report.blocking)}"
+        yield f"  without overlap, outside loops: {_total(report.blocking)}"
     if report.overlaps:
-        yield f"  beside other operations: {_total(report.overlaps)}"
+        yield f"  overlapped: {_total(report.overlaps)}"
     yield "estimates of the compiler:"
     if report.estimated_bytes is not None:
         yield f"  {_mega(report.estimated_bytes)} read and written"

@@ -1,4 +1,4 @@
-"""What a compiled program must be like."""
+"""Requirements on a compiled program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHARE = 1.05  # of the bytes that a device has of arrays that are divided: smal
 
 
 class RequirementError(AssertionError):
-    """A compiled program is not as :meth:`optzoo.compiled.CompileReport.require` wants it.
+    """Raised if a program does not meet :meth:`optzoo.compiled.CompileReport.require`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -56,7 +56,7 @@ class Required:
         """A line for each requirement that the program of a report does not meet."""
         if self.donated:
             for name, size in report.not_reused.items():
-                yield f"donated: no result takes the memory of {name}, {size:,} bytes"
+                yield f"donated: no result reuses the memory of {name}, {size:,} bytes"
         if self.same_shardings:
             yield from self._other_shardings(report)
         for where, number in (self.divided or {}).items():
@@ -84,9 +84,9 @@ class Required:
     def _other_shardings(self, report: Any) -> Iterator[str]:
         for p in report.placements:
             if p.returned is None and p.donated:
-                yield f"same_shardings: no result is in the place of {p.name}"
+                yield f"same_shardings: there is no result for {p.name}"
             elif p.returned is False:
-                yield f"same_shardings: the result in the place of {p.name} has another sharding"
+                yield f"same_shardings: the result for {p.name} has another sharding"
 
 
 def _not_divided(report: Any, where: int | str, number: int) -> Iterator[str]:
@@ -98,6 +98,5 @@ def _not_divided(report: Any, where: int | str, number: int) -> Iterator[str]:
         largest = max(found, key=lambda p: p.on_device - p.nbytes / number)
         yield (
             f"divided: a device has {here:,} of the {whole:,} bytes of argument {where!r}, more "
-            f"than one part in {number}; of {largest.name} {largest.on_device:,} of "
-            f"{largest.nbytes:,}"
+            f"than 1/{number}; of {largest.name} {largest.on_device:,} of {largest.nbytes:,}"
         )

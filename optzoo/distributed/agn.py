@@ -22,13 +22,13 @@ from .engine.local_sgd import LocalSGDMethod, Order, local_sgd
 
 
 class AGNReplicated(NamedTuple):
-    """What is the same on all replicas."""
+    """State that is equal on all replicas."""
 
     center_inner: Any  # the state of the inner optimizer beside the center
 
 
 class AGNPerReplica(NamedTuple):
-    """What each replica has for itself."""
+    """State of each replica."""
 
     accumulated: Any  # params-shaped: the sum of the gradients since the last push
     since: Array  # the number of local steps since then
@@ -54,19 +54,18 @@ def agn(
         c &\leftarrow c + u_c\Bigl(\frac{1}{n} \sum_{j \text{ pushing}} \frac{a_j}{\tau}\Bigr),
         \quad x_i \leftarrow c, \quad a_i \leftarrow 0
 
-    where :math:`x_i` are the parameters of replica :math:`i`, :math:`c` is the center,
-    :math:`u_i` and :math:`u_c` are the updates of ``inner`` with the slots of the replica and
-    with those of the center, and :math:`n` replicas push at once. A push leaves the slots of the
-    replica unchanged. The other state of ``inner`` (step counts, Adam's powers) belongs to the
-    replica: its values are used for the push and count it, as in the original. If several push at
-    once, those of the first are used. :func:`optzoo.eval_params` gives the center. Row-sparse
-    gradients make row-sparse local steps with ``exchange=False`` and are accumulated at their
-    rows; a push is of whole tables.
+    where :math:`x_i` are the parameters of replica :math:`i`, :math:`c` is the center, :math:`u_i`
+    and :math:`u_c` are the updates of ``inner`` with the slots of the replica and with those of the
+    center, and :math:`n` replicas push at once. A push does not change the slots of the replica. A
+    push uses and increments the step counts and powers of the replica (of the first one, if several
+    push at once), as in the original. :func:`optzoo.eval_params` returns the center. With
+    ``exchange=False``, row-sparse gradients make row-sparse local steps and are accumulated at
+    their rows; a push sends whole tables.
 
-    It must be the last transformation of a chain. ``update`` takes ``active`` (bool per replica:
-    whether it makes a step now) and ``exchange`` (a Python bool, the same on all replicas: whether
-    to push now, whatever the step count; the mean is over the steps since the last push; see
-    :func:`optzoo.replicas.scan_local_steps`).
+    The wrapper must be the last transformation of a chain. Arguments of ``update`` are ``active``
+    (bool per replica: whether it makes a step now) and ``exchange`` (a Python bool, equal on all
+    replicas: whether to push now, independently of the step count; the mean is over the steps since
+    the last push; see :func:`optzoo.replicas.scan_local_steps`).
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -83,22 +82,20 @@ def agn(
          [-0.2]]
 
     Args:
-        inner: a whole optimizer, its learning rate included.
-        num_workers: the number of replicas, to be checked; None for the size of the axis.
-        axis_name: the axis, or axes, of the replicas; None for a single one.
-        communication_period: :math:`\tau`, local steps from one push to the next; static.
-        order: ``"simultaneous"``: the center makes one step by the mean of all pushes, with one
-            sum over the replicas; ``"round_robin"``: one step for each push, in the order of
-            ranks, and each replica reads the center after its own step, as the original's
-            workers.
-        bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
-        skip_nonfinite: whether a local step that gives NaN or infinity is left out: it changes
-            neither parameters nor slots. If it is that of an exchange, the replica does not take
-            part, takes the center, and its slots are reset. Without it, NaN on one replica reaches
-            all of them. It costs a copy of the slots at each step.
+        inner: a complete optimizer, including its learning rate.
+        num_workers: the expected number of replicas; None for the size of the axis.
+        axis_name: the axis, or axes, of the replicas; None for a single replica.
+        communication_period: :math:`\tau`, the number of local steps between pushes; static.
+        order: ``"simultaneous"``: the center makes one step with the mean of all pushes, with one
+            sum over the replicas; ``"round_robin"``: one step for each push, in the order of ranks,
+            and each replica reads the center after its own step, as the original's workers.
+        bucket_bytes: arrays up to this size are sent together; None sends each separately.
+        skip_nonfinite: whether to skip local steps that give NaN or infinity, which would spread to
+            all replicas. At an exchange, a replica that skips does not contribute, takes the
+            center, and its slots are reset. Costs a copy of the slots at each step.
 
     Raises:
-        ValueError: if no params are given to ``update``, if the axis has another size than
+        ValueError: if no params are given to ``update``, if the size of the axis is not
             ``num_workers``, or if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
@@ -107,9 +104,8 @@ def agn(
         2017; ``tf.contrib.opt.AGNOptimizer``.
 
     Differences from the original:
-        With ordinary TensorFlow variables the original sometimes pushes the sum instead of the
-        mean, at random; here it is always the mean. Accumulators and the center are in float32
-        at least.
+        With ordinary TensorFlow variables the original randomly pushes the sum instead of the mean;
+        here it is always the mean. Accumulators and the center are at least float32.
     """
     period = check_size(1, communication_period=communication_period)
     replicas = Replicas(axis_name, bucket_bytes, num_workers)
@@ -131,7 +127,7 @@ def agn(
         counters = jax.tree.map(lambda a, is_slot: None if is_slot else place(a), state, is_slot)
         mean = lambda x, a: jnp.where(pushes, a / since.astype(a.dtype), 0)
         mean = map_not_none(mean, params, accumulated)
-        # A parameter of which no replica had a gradient is left as it is.
+        # A parameter without a gradient on any replica is unchanged.
         arrived = jax.tree.map(lambda c: jnp.int32(c & pushes), came)
         pushed, counters, pushers, arrived = replicas.sum(
             (mean, counters, here.astype(jnp.int32), arrived)
@@ -145,7 +141,7 @@ def agn(
         updates, after = inner.update(pushed, before, center, **extra_args)
         arrived = jax.tree.map(lambda number: number > 0, arrived)
         updates, after = leave_out(inner, arrived, updates, after, before)
-        # Each replica counts the push by its own counters: of this update nothing else is used.
+        # Each replica counts the push with its own counters; the rest is not used.
         own = jax.tree.map(lambda a, c, is_slot: c if is_slot else a, state, before, is_slot)
         ours = replicas.vary((pushed, own, center))
         _, counted = inner.update(*ours, **extra_args)

@@ -26,23 +26,23 @@ Placement = Literal["pinned_host"]
 
 
 class DiLoCoReplicated(NamedTuple):
-    """What is the same on all replicas."""
+    """State that is equal on all replicas."""
 
     outer: tuple[Any, ...]  # the state of the outer optimizer for each fragment
     pending: Any = ()  # Pending; () if an exchange needs no time
 
 
 class Pending(NamedTuple):
-    """The exchanges that have started and not ended."""
+    """The exchanges that have started but not ended."""
 
     delta: Any  # params-shaped: the pseudo-gradient
     enough: tuple[Array, ...]  # whether enough replicas arrived, for each fragment
 
 
 class DiLoCoPerReplica(NamedTuple):
-    """What each replica has for itself, with ``error_feedback``."""
+    """State of each replica, with ``error_feedback``."""
 
-    residual: Any  # params-shaped: what rounding left of what it sent, a part of a pseudo-gradient
+    residual: Any  # params-shaped: the rounding error of its last exchange
 
 
 @recorded
@@ -72,24 +72,28 @@ def diloco(
         \Delta &= c - \frac{1}{n} \sum_{j \text{ arrived}} x_j, \quad
         c \leftarrow c + U(\Delta), \quad x_i \leftarrow (1 - a)\, c + a\, x_i
 
-    where :math:`x_i` are the parameters of replica :math:`i`, :math:`u` is the update of
-    ``inner``, :math:`c` are the parameters that all replicas agreed on last
-    (:func:`optzoo.eval_params` gives them), :math:`\Delta` is the pseudo-gradient and :math:`U`
-    the update of ``outer``, and :math:`a` is ``mixing``. With ``overlap_steps`` :math:`\Delta` is
-    taken so many steps before it is used, so that the exchange has this time. Slots of ``inner``
-    stay with their replica. With ``outer=gradient_descent(1.0)`` it is
-    :func:`optzoo.model_average`. Row-sparse gradients make
-    row-sparse local steps with ``exchange=False``; the pseudo-gradient is of whole tables.
+    where :math:`x_i` are the parameters of replica :math:`i`, :math:`u` is the update of ``inner``,
+    :math:`c` is the center, the parameters after the last exchange (:func:`optzoo.eval_params`),
+    :math:`\Delta` is the pseudo-gradient, :math:`U` the update of ``outer``, and :math:`a` is
+    ``mixing``. With ``overlap_steps``, :math:`\Delta` is computed that many steps before it is
+    used, to hide the time of the exchange. Slots of ``inner`` stay on their replica. With
+    ``outer=gradient_descent(1.0)`` the method is :func:`optzoo.model_average`. With
+    ``exchange=False`` row-sparse gradients make row-sparse local steps; the pseudo-gradient has
+    whole tables.
 
-    It must be the last transformation of a chain. ``update`` takes ``arrived`` (bool per replica:
-    whether its parameters count; it takes the new ones in any case), ``active`` (bool per replica:
-    whether it makes a step now), ``exchange`` (a Python bool, the same on all replicas: whether to
-    exchange now, whatever the step count; with ``overlap_steps`` also ``"start"`` and ``"finish"``;
-    see :func:`optzoo.replicas.scan_local_steps`) and ``fragment`` (a Python int: with ``exchange``
-    the only fragment to exchange); and ``weight`` (a number of at least 0 per replica: its weight
-    in the mean, such as its tokens or samples since the last exchange; with 0 its parameters do
-    not count, NaN included). Whether parameters count, and their weight, is asked where an exchange
-    starts.
+    The wrapper must be the last transformation of a chain. Arguments of ``update``:
+
+    - ``arrived``: bool per replica, whether its parameters are included in the mean; every replica
+      takes the result;
+    - ``active``: bool per replica, whether it makes a step now;
+    - ``exchange``: a Python bool, equal on all replicas, whether to exchange now, independently of
+      the step count; with ``overlap_steps`` also ``"start"`` and ``"finish"`` (see
+      :func:`optzoo.replicas.scan_local_steps`);
+    - ``fragment``: a Python int, with ``exchange`` the only fragment to exchange;
+    - ``weight``: a number of at least 0 per replica, its weight in the mean, such as its tokens or
+      samples since the last exchange; with 0 its parameters are excluded, even if they are NaN.
+
+    ``arrived`` and ``weight`` are used when an exchange starts.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -106,49 +110,46 @@ def diloco(
          [-0.4]]
 
     Args:
-        inner: a whole optimizer, its learning rate included.
+        inner: a complete optimizer, including its learning rate.
         outer: the optimizer for the pseudo-gradient; None for ``optax.sgd(0.7, momentum=0.9,
             nesterov=True)``.
-        num_workers: the number of replicas, to be checked; None for the size of the axis.
-        axis_name: the axis, or axes, of the replicas; None for a single one.
-        communication_period: :math:`\tau`, local steps from one exchange to the next; static.
-        warmup_steps: the number of first steps with synchronous training: gradients are averaged
-            before ``inner``, ``outer`` is not used, and the parameters of all replicas stay equal;
-            static. Without a gradient there is no step. No effect in steps with ``exchange=False``.
-        fragments: the number of fragments, at most ``communication_period``. The parameters are
-            cut, in their order, into fragments of about the same size. Each is exchanged once in
-            a period, one after the other, so that less is sent at a time ("streaming"); static.
-        overlap_steps: the local steps from the start of an exchange to its end, below
-            ``communication_period // fragments``; static. The replicas make them meanwhile, from
-            parameters without the result. The state has one more copy of the parameters. The
-            first exchange after a warm-up is left out if it starts in it.
-        mixing: :math:`a`, in [0, 1]: what a replica keeps of its own parameters in an exchange;
-            with 0 the steps of the overlap are lost.
+        num_workers: the expected number of replicas; None for the size of the axis.
+        axis_name: the axis, or axes, of the replicas; None for a single replica.
+        communication_period: :math:`\tau`, the number of local steps between exchanges; static.
+        warmup_steps: the number of initial steps with synchronous training, in which gradients are
+            averaged and ``outer`` is not used; static. No effect in steps with ``exchange=False``.
+        fragments: the number of fragments of similar size into which the parameters are divided, at
+            most ``communication_period``; static. Each is exchanged once in a period, one after the
+            other, which reduces the peak bandwidth ("streaming").
+        overlap_steps: the number of local steps from the start of an exchange to its end, below
+            ``communication_period // fragments``; static. These steps use parameters without the
+            result. The state has one more copy of the parameters. The first exchange after a
+            warm-up is skipped if it would start during the warm-up.
+        mixing: :math:`a`, in [0, 1]: the weight of a replica's own parameters in an exchange; with
+            0 the steps of the overlap are lost.
         min_arrived: the number of replicas that must have arrived, at most that of all; static.
-            With fewer nothing changes: all wait for the next time that the exchange is due, and
-            their changes until then are in it.
+            With fewer, the exchange is skipped, and its changes are included in the next one.
         exchange_dtype: ``"bfloat16"``, ``"int8"``, ``"int4"`` or ``"int2"`` sends the changes
-            :math:`c - x_j` in so many bits, and with integers a scale for each 512 elements; None
-            sends parameters in their own dtype, in float32 at least. Each replica sums a part of
-            the codes of all, and sends the sum to all, rounded again.
-        error_feedback: whether what rounding left is kept, and added to what is sent next. Each
-            replica keeps one copy of the parameters for it.
-        placement: ``"pinned_host"`` keeps the center and the state of ``outer`` in the memory of
-            the host: an exchange moves them to the devices and back, and other steps do not touch
-            them. (On the CPU both memories are the same.) None for that of the devices.
-        bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
-        skip_nonfinite: whether a local step that gives NaN or infinity is left out: it changes
-            neither parameters nor slots. If it is that of an exchange, the replica does not take
-            part, takes the center, and its slots are reset. Without it, NaN on one replica reaches
-            all of them. It costs a copy of the slots at each step.
+            :math:`c - x_j` in this format, integers with a scale for every 512 elements; None sends
+            parameters in their own dtype, at least float32. Each replica sums a part of the codes
+            of all replicas, rounds the sum, and sends it to all.
+        error_feedback: whether the rounding error is stored and added to the next exchange. Each
+            replica stores one copy of the parameters for it.
+        placement: ``"pinned_host"`` stores the center and the state of ``outer`` in host memory,
+            from which an exchange moves them to the devices and back; None for device memory.
+        bucket_bytes: arrays up to this size are sent together; None sends each separately.
+        skip_nonfinite: whether to skip local steps that give NaN or infinity, which would spread to
+            all replicas. At an exchange, a replica that skips does not contribute, takes the
+            center, and its slots are reset. Costs a copy of the slots at each step.
 
     Raises:
-        ValueError: if there is no time for ``overlap_steps``, if ``placement`` would move nothing
-            (by ``init``), if no params are given to ``update``, if the axis has another size than
-            ``num_workers``, if ``min_arrived`` is above the number of replicas, if
+        ValueError: if ``overlap_steps`` is too large; in ``init``, if ``placement`` would move
+            nothing; if no params are given to ``update``; if the size of the axis is not
+            ``num_workers``; if ``min_arrived`` is above the number of replicas; if
             ``exchange_dtype`` is given with ``warmup_steps`` or without an axis, or
-            ``error_feedback`` without it, if ``fragment`` is out of its range, if ``exchange`` is a
-            stage without ``overlap_steps``, or if gradients are already summed over the replicas.
+            ``error_feedback`` without ``exchange_dtype``; if ``fragment`` is out of its range; if
+            ``exchange`` is ``"start"`` or ``"finish"`` without ``overlap_steps``; or if gradients
+            are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:
@@ -162,8 +163,8 @@ def diloco(
     fragments = check_size(1, fragments=fragments)
     if fragments > period:
         raise ValueError(
-            f"fragments must be at most communication_period={period}, so that each has its "
-            f"own step, got {fragments}"
+            f"fragments must be at most communication_period={period}, so that each fragment has "
+            f"its own step, got {fragments}"
         )
     overlap_steps = check_size(overlap_steps=overlap_steps)
     if overlap_steps >= period // fragments and overlap_steps > 0:
@@ -179,15 +180,15 @@ def diloco(
         check_choice((*NAMES, None), exchange_dtype=exchange_dtype)
         if axis_name is None or warmup_steps:
             name = "warmup_steps" if warmup_steps else "axis_name=None"
-            reason = "are to stay equal" if warmup_steps else "send nothing"
+            reason = "must stay equal" if warmup_steps else "send nothing"
             raise ValueError(
-                f"exchange_dtype={exchange_dtype!r} rounds what replicas send, which {reason} with "
-                f"{name}: pass exchange_dtype=None"
+                f"exchange_dtype={exchange_dtype!r} rounds what replicas send, but they {reason} "
+                f"with {name}: pass exchange_dtype=None"
             )
     elif error_feedback:
         raise ValueError(
-            "error_feedback=True keeps what rounding left: pass an exchange_dtype, one of "
-            f"{', '.join(NAMES)}"
+            "error_feedback=True needs an exchange_dtype, whose rounding errors it stores: one "
+            f"of {', '.join(NAMES)}"
         )
     check_choice((*get_args(Placement), None), placement=placement)
     replicas = Replicas(axis_name, bucket_bytes, num_workers)
@@ -208,7 +209,7 @@ def diloco(
         branches = replicas.mean_gradients, replicas.spread_gradients
         of_warmup = count <= warmup_steps
         means, some = lax.cond(of_warmup, *branches, updates, jnp.asarray(arrived))
-        # Without any gradient there is no step: one of zeros would move parameters by their slots.
+        # Without any gradient there is no step: zeros would move parameters by their slots.
         return means, per_replica, None if everyone else some
 
     def of_fragment(fragment, center, tree):
@@ -216,7 +217,7 @@ def diloco(
         return map_not_none(lambda x, is_in: x if is_in else None, tree, is_in)
 
     def pseudo_gradient(fragment, arrived, params, replicated, per_replica, weight=None):
-        """It, zero outside of the fragment; whether enough replicas arrived; and what they keep."""
+        """The pseudo-gradient of the fragment, whether enough arrived, and the rounding error."""
         replicas.check_at_most(min_arrived=min_arrived)
         center = replicated.center
         sent = of_fragment(fragment, center, params)
@@ -225,7 +226,7 @@ def diloco(
         def weighted(x):
             if share is None:
                 return x
-            # Without weight a replica does not count, whatever its parameters are (NaN, too).
+            # A replica with weight 0 is excluded, even if its parameters are NaN.
             return jnp.where(share == 0, 0, x * share.astype(x.dtype))
 
         counts = arrived.astype(jnp.int32), share
@@ -244,9 +245,9 @@ def diloco(
         if exchange_dtype is None:
             change = lambda c, s: c - mean(s)
         else:
-            # A change is small, and so is what rounding takes from it. What is sent sums to the
-            # pseudo-gradient itself, so that what rounding leaves is a part of it, and fits into
-            # the next one whatever weights that has, and how many arrive.
+            # Changes are small, and so are their rounding errors. The sent values sum to the
+            # pseudo-gradient itself: the rounding error is a part of it, and can be added to the
+            # next one for any weights and arrivals.
             sent = map_not_none(lambda x, c: mean(weighted(c - x)), sent, center)
             if error_feedback:
                 residual = of_fragment(fragment, center, per_replica.method.residual)
@@ -256,7 +257,7 @@ def diloco(
         difference = lambda c, s: jnp.zeros_like(c) if s is None else change(c, s)
         delta = jax.tree.map(difference, center, sums)
         if error_feedback:
-            # A replica that did not arrive has rounded the sum of the others, and keeps all else.
+            # A replica that did not arrive has rounded the others' sum, and keeps its error.
             keep = lambda new, r: jnp.where(enough, jnp.where(arrived, new, r + new), r)
             old = per_replica.method.residual
             residual = replace_not_none(old, map_not_none(keep, lost, old))
@@ -272,7 +273,7 @@ def diloco(
         step = lambda _, c, d, u: jnp.where(enough, jnp.where(warm, c - d, c + u), c)
         taking_part = of_fragment(fragment, center, params)
         moved = map_not_none(step, taking_part, center, delta, updates)
-        # Without mixing a replica that is not finite takes the center all the same.
+        # Without mixing, a replica that is not finite also takes the center.
         mixed = lambda c, x: jnp.where(mixing == 0, c, c + mixing * (x - c))
         take = lambda c, x: jnp.where(enough, mixed(c, x), x)
         params = replace_not_none(params, map_not_none(take, moved, params))
@@ -345,23 +346,24 @@ def diloco(
 
 
 def _check_memory(placement: str) -> None:
-    """Raises ``ValueError`` where the devices have no other memory than their own."""
+    """Raises ``ValueError`` if the devices do not have this memory in addition to their own."""
     device = jax.local_devices()[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if placement not in kinds or placement == device.default_memory().kind:
         raise ValueError(
             f"placement={placement!r} would move nothing: devices of {device.platform!r} have the "
-            f"memories {', '.join(kinds)}, and use {device.default_memory().kind}; pass None"
+            f"memories {', '.join(kinds)} and use {device.default_memory().kind}; pass "
+            "placement=None"
         )
 
 
 def _with(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
-    """The tuple with another value at a place."""
+    """The tuple with another value at one position."""
     return (*values[:at], value, *values[at + 1 :])
 
 
 def _members(tree: Any, fragments: int, fragment: int) -> Any:
-    """Whether each leaf is in a fragment: a run of leaves, of about the same size for each."""
+    """Whether each leaf is in a fragment: consecutive leaves, of similar size for each fragment."""
     leaves, treedef = jax.tree.flatten(tree)
     ends = list(itertools.accumulate(leaf.size for leaf in leaves))
     middles = [end - leaf.size / 2 for end, leaf in zip(ends, leaves, strict=True)]

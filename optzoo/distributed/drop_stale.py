@@ -20,7 +20,7 @@ from .engine.collectives import BUCKET_BYTES, AxisName, Replicas
 
 
 class DropStaleReplicated(NamedTuple):
-    """What is the same on all replicas."""
+    """State that is equal on all replicas."""
 
     global_step: Array
     stale_counter: Array  # of dropped gradients
@@ -28,7 +28,7 @@ class DropStaleReplicated(NamedTuple):
 
 
 class DropStalePerReplica(NamedTuple):
-    """What each replica has for itself."""
+    """State of each replica."""
 
     local_step: Array  # the global step at which it read the parameters
 
@@ -49,16 +49,16 @@ def drop_stale_gradient(
             (x + u(g_i), T + 1) & \text{if } T - t_i \le \text{staleness} \\
             (x, T) & \text{otherwise: the gradient is dropped and counted} \end{cases}
 
-    for the replicas :math:`i` that are active, one after the other by rank, where :math:`u` is
-    the update of ``inner``, :math:`T` the global step, and :math:`t_i` the one at which replica
-    :math:`i` read the parameters of its gradient. All replicas share parameters and slots.
-    Row-sparse gradients stay rows if the updates of ``inner`` do.
+    for the active replicas :math:`i`, one after the other by rank, where :math:`u` is the update of
+    ``inner``, :math:`T` the global step, and :math:`t_i` the global step at which replica :math:`i`
+    read the parameters of its gradient. All replicas share parameters and slots. Row-sparse
+    gradients stay rows if the updates of ``inner`` do.
 
-    ``update`` takes ``active`` (bool per replica: whether it applies a gradient now) and
+    Arguments of ``update`` are ``active`` (bool per replica: whether it applies a gradient now) and
     ``local_step`` (int per replica: :math:`t_i`; by default the global step after its last
-    gradient, as for workers that read the parameters as soon as they can). If all replicas apply
-    gradients of the same parameters, the first ``staleness + 1`` by rank are accepted, because
-    each update makes the remaining gradients one step older.
+    gradient, as for workers that read the parameters immediately). If all replicas apply gradients
+    of the same parameters, the first ``staleness + 1`` by rank are accepted, because each update
+    increases the age of the remaining gradients by one.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -74,15 +74,15 @@ def drop_stale_gradient(
         [-0.1]
 
     Args:
-        inner: a whole optimizer, its learning rate included.
-        staleness: the greatest age of a gradient, in updates; below 0 none is accepted.
-        num_workers: the number of replicas, to be checked; None for the size of the axis.
-        axis_name: the axis, or axes, of the replicas; None for a single one.
-        bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
+        inner: a complete optimizer, including its learning rate.
+        staleness: the largest age of a gradient, in updates; below 0, no gradient is accepted.
+        num_workers: the expected number of replicas; None for the size of the axis.
+        axis_name: the axis, or axes, of the replicas; None for a single replica.
+        bucket_bytes: arrays up to this size are sent together; None sends each separately.
 
     Raises:
-        TypeError: if ``inner`` is no transformation or ``staleness`` no number.
-        ValueError: if ``staleness`` is NaN; at trace time, if the axis has another size than
+        TypeError: if ``inner`` is not a transformation, or ``staleness`` is not a number.
+        ValueError: if ``staleness`` is NaN; at trace time, if the size of the axis is not
             ``num_workers``, or if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
@@ -91,9 +91,8 @@ def drop_stale_gradient(
         <https://github.com/tensorflow/tensorflow>`_.
 
     Differences from the original:
-        Its check and its update are two steps, and another worker may update between them; here
-        they are one step. The count of dropped gradients is an int,
-        ``state.replicated.stale_counter``.
+        In the original, another worker may update between the check and the update; here they are
+        one step. The count of dropped gradients is an int, ``state.replicated.stale_counter``.
     """
     replicas = Replicas(axis_name, bucket_bytes, num_workers)
     inner = inner_transformation(inner=inner)

@@ -19,7 +19,7 @@ from .engine.local_sgd import LocalSGDMethod, Order, local_sgd
 
 
 class ElasticAveragePerReplica(NamedTuple):
-    """What each replica has for itself."""
+    """State of each replica."""
 
     local_center: Any  # params-shaped: the center before the last exchange of this replica
 
@@ -48,14 +48,15 @@ def elastic_average(
         c \leftarrow c + \sum_j d_j
 
     where :math:`x_i` are the parameters of replica :math:`i`, :math:`u` the update of ``inner``,
-    :math:`c` the center, and :math:`\tilde c_i` the center that this replica read last, before
-    its own exchange. Each replica has its own parameters and slots; :func:`optzoo.eval_params`
-    gives the center. Row-sparse gradients make row-sparse local steps with ``exchange=False``;
-    other steps, and ``rho``, make dense updates of whole tables.
+    :math:`c` the center, and :math:`\tilde c_i` the center that this replica read last, before its
+    own exchange. Each replica has its own parameters and slots; :func:`optzoo.eval_params` returns
+    the center. With ``exchange=False`` row-sparse gradients make row-sparse local steps; other
+    steps, and ``rho``, make dense updates of whole tables.
 
-    It must be the last transformation of a chain. ``update`` takes ``active`` (bool per replica:
-    whether it makes a step now) and ``exchange`` (a Python bool, the same on all replicas: whether
-    to exchange now, whatever the step count; see :func:`optzoo.replicas.scan_local_steps`).
+    The wrapper must be the last transformation of a chain. Arguments of ``update`` are ``active``
+    (bool per replica: whether it makes a step now) and ``exchange`` (a Python bool, equal on all
+    replicas: whether to exchange now, independently of the step count; see
+    :func:`optzoo.replicas.scan_local_steps`).
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -73,23 +74,22 @@ def elastic_average(
         [-0.05 -0.15] [-0.2]
 
     Args:
-        inner: a whole optimizer, its learning rate included.
-        num_workers: the number of replicas, to be checked; None for the size of the axis.
-        axis_name: the axis, or axes, of the replicas; None for a single one.
-        communication_period: :math:`\tau`, local steps from one exchange to the next; static.
+        inner: a complete optimizer, including its learning rate.
+        num_workers: the expected number of replicas; None for the size of the axis.
+        axis_name: the axis, or axes, of the replicas; None for a single replica.
+        communication_period: :math:`\tau`, the number of local steps between exchanges; static.
         moving_rate: :math:`\alpha`, in (0, 1]; None for :math:`0.9 / (\tau n)` with :math:`n`
             replicas. The center stays within the range of the replicas if :math:`n \alpha \le 1`.
         rho: :math:`\rho`, at least 0.
         order: ``"simultaneous"``: all replicas read the same center, with one sum over the
             replicas; ``"round_robin"``: one after the other by rank, as the original's workers.
-        bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
-        skip_nonfinite: whether a local step that gives NaN or infinity is left out: it changes
-            neither parameters nor slots. If it is that of an exchange, the replica does not take
-            part, takes the center, and its slots are reset. Without it, NaN on one replica reaches
-            all of them. It costs a copy of the slots at each step.
+        bucket_bytes: arrays up to this size are sent together; None sends each separately.
+        skip_nonfinite: whether to skip local steps that give NaN or infinity, which would spread to
+            all replicas. At an exchange, a replica that skips does not contribute, takes the
+            center, and its slots are reset. Costs a copy of the slots at each step.
 
     Raises:
-        ValueError: if no params are given to ``update``, if the axis has another size than
+        ValueError: if no params are given to ``update``, if the size of the axis is not
             ``num_workers``, or if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
@@ -98,9 +98,9 @@ def elastic_average(
         2015; ``tf.contrib.opt.ElasticAverageOptimizer``.
 
     Differences from the original:
-        ``rho`` is 0 by default; the original uses ``moving_rate`` over the learning rate, which it
-        finds in some optimizers only. It applies to any gradient, however computed. Centers of
-        16-bit parameters are in float32.
+        ``rho`` is 0 by default; the original uses ``moving_rate`` divided by the learning rate,
+        which it finds in some optimizers only. ``rho`` applies to all gradients. Centers of 16-bit
+        parameters are float32.
     """
     period = check_size(1, communication_period=communication_period)
     check("in (0, 1]", lambda v: 0 < v <= 1, none=True, moving_rate=moving_rate)

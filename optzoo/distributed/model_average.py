@@ -39,16 +39,17 @@ def model_average(
         \text{every } \tau \text{ steps:} \quad
         c &= \frac{1}{n} \sum_{j \text{ arrived}} x_j, \quad x_i \leftarrow c
 
-    where :math:`x_i` are the parameters of replica :math:`i`, :math:`u` is the update of
-    ``inner`` and :math:`n` the number of replicas that arrived. Replicas that did not arrive
-    take the average, too; if none arrived, nothing changes. :func:`optzoo.eval_params` gives the
-    last average. Row-sparse gradients make row-sparse local steps with ``exchange=False``; the
-    average is of whole tables.
+    where :math:`x_i` are the parameters of replica :math:`i`, :math:`u` is the update of ``inner``
+    and :math:`n` the number of replicas that arrived. Replicas that did not arrive also take the
+    average; if no replica arrived, there is no average. :func:`optzoo.eval_params` returns the last
+    average. With ``exchange=False`` row-sparse gradients make row-sparse local steps; the average
+    is of whole tables.
 
-    It must be the last transformation of a chain. ``update`` takes ``arrived`` (bool per replica:
-    whether its parameters count), ``active`` (bool per replica: whether it makes a step now) and
-    ``exchange`` (a Python bool, the same on all replicas: whether to average now, whatever the
-    step count; see :func:`optzoo.replicas.scan_local_steps`).
+    The wrapper must be the last transformation of a chain. Arguments of ``update`` are ``arrived``
+    (bool per replica: whether its parameters are included in the mean), ``active`` (bool per
+    replica: whether it makes a step now) and ``exchange`` (a Python bool, equal on all replicas:
+    whether to average now, independently of the step count; see
+    :func:`optzoo.replicas.scan_local_steps`).
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -64,22 +65,20 @@ def model_average(
         [-0.2 -0.2]
 
     Args:
-        inner: a whole optimizer, its learning rate included.
-        num_workers: the number of replicas, to be checked; None for the size of the axis.
-        axis_name: the axis, or axes, of the replicas; None for a single one.
-        interval_steps: :math:`\tau`, local steps from one average to the next; static.
-        slots: what an average does to each replica's slots: ``"keep"`` leaves them unchanged, as
-            in the original, ``"average"`` averages them, too, and ``"reset"`` sets them to their
-            initial values, those of parameters without a gradient as well. Counts and powers are
-            always kept.
-        bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
-        skip_nonfinite: whether a local step that gives NaN or infinity is left out: it changes
-            neither parameters nor slots. If it is that of an exchange, the replica does not take
-            part, takes the center, and its slots are reset. Without it, NaN on one replica reaches
-            all of them. It costs a copy of the slots at each step.
+        inner: a complete optimizer, including its learning rate.
+        num_workers: the expected number of replicas; None for the size of the axis.
+        axis_name: the axis, or axes, of the replicas; None for a single replica.
+        interval_steps: :math:`\tau`, the number of local steps between averages; static.
+        slots: the effect of an average on each replica's slots: ``"keep"`` leaves them unchanged,
+            as in the original; ``"average"`` averages them; ``"reset"`` sets them to their initial
+            values, also for parameters without a gradient. Counts and powers are always kept.
+        bucket_bytes: arrays up to this size are sent together; None sends each separately.
+        skip_nonfinite: whether to skip local steps that give NaN or infinity, which would spread to
+            all replicas. At an exchange, a replica that skips does not contribute, takes the
+            center, and its slots are reset. Costs a copy of the slots at each step.
 
     Raises:
-        ValueError: if no params are given to ``update``, if the axis has another size than
+        ValueError: if no params are given to ``update``, if the size of the axis is not
             ``num_workers``, or if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
@@ -89,7 +88,7 @@ def model_average(
 
     Differences from the original:
         The original waits for every worker, and averages only variables with a gradient. Averages
-        of parameters in 16 bits are kept in float32.
+        of 16-bit parameters are float32.
     """
     period = check_size(1, interval_steps=interval_steps)
     check_choice(Slots, slots=slots)

@@ -1,4 +1,4 @@
-"""Synchronous replicas: one update by the mean of their gradients, with backup workers."""
+"""Synchronous replicas: one update with the mean of their gradients, with backup workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RowsDivisor = Literal["count", "touches"]
 
 
 class SyncReplicasReplicated(NamedTuple):
-    """What is the same on all replicas."""
+    """State that is equal on all replicas."""
 
     count: Array  # of gradients in the accumulator
     global_step: Array
@@ -42,7 +42,7 @@ class SyncReplicasReplicated(NamedTuple):
 
 
 class SyncReplicasPerReplica(NamedTuple):
-    """What each replica has for itself."""
+    """State of each replica."""
 
     local_step: Array  # the global step at which it read the parameters
     waiting: Array  # whether its gradient is in the accumulator
@@ -67,25 +67,23 @@ def sync_replicas(
         \text{if } n \ge R: \quad x &\leftarrow x + u(A / n), \quad
         A, n \leftarrow 0, \quad T \leftarrow T + 1
 
-    where :math:`u` is the update of ``inner``, :math:`R` is ``replicas_to_aggregate`` and
-    :math:`T` the global step. A gradient is accepted if it arrived, is fresh (:math:`t_i \ge T`
-    for the global step :math:`t_i` at which replica :math:`i` read the parameters), and is among
-    the first that complete :math:`R`. Other gradients are dropped and counted, and their replicas
-    read the new parameters. All replicas share parameters and slots. With :math:`R` replicas this
-    is synchronous training; with more, the slowest do not delay an update (backup workers); with
+    where :math:`u` is the update of ``inner``, :math:`R` is ``replicas_to_aggregate`` and :math:`T`
+    the global step. A gradient is accepted if it arrived, is fresh (:math:`t_i \ge T` for the
+    global step :math:`t_i` at which replica :math:`i` read the parameters), and is among the first
+    that complete :math:`R`. Other gradients are dropped and counted, and their replicas read the
+    new parameters. All replicas share parameters and slots. With :math:`R` replicas this is
+    synchronous training; with more, the slowest do not delay an update (backup workers); with
     fewer, an update takes several ticks.
 
-    Row-sparse gradients are gathered as rows and stay rows for ``inner``; each replica's rows
-    count as a part of its gradient. To average the parameters, put the moving average inside:
-    ``sync_replicas(moving_average(inner, ...), ...)``.
+    Row-sparse gradients are gathered as rows and passed to ``inner`` as rows. To average the
+    parameters, put the moving average inside: ``sync_replicas(moving_average(inner, ...), ...)``.
 
-    ``update`` takes ``arrived`` (bool per replica: whether its gradient is available),
+    Arguments of ``update`` are ``arrived`` (bool per replica: whether its gradient is available),
     ``priority`` (number per replica: the lowest arrived first; by default the rank) and
     ``local_step`` (int per replica: :math:`t_i`; by default a replica reads the parameters after
-    the update that used its last gradient, or at once if that gradient was dropped). Without
-    ``arrived`` and ``local_step`` all gradients are available and fresh. If they are enough for
-    an update, they make it alone, and gradients accumulated before are dropped (with
-    ``skip_nonfinite`` they are a part of it).
+    the update that used its last gradient, or immediately if that gradient was dropped). Without
+    ``arrived`` and ``local_step`` all gradients are available and fresh. If they suffice for an
+    update, accumulated gradients are dropped (with ``skip_nonfinite`` they are included).
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -101,22 +99,21 @@ def sync_replicas(
         [-0.2]
 
     Args:
-        inner: a whole optimizer, its learning rate included.
+        inner: a complete optimizer, including its learning rate.
         replicas_to_aggregate: :math:`R`, at least 1; None for all replicas.
-        total_num_replicas: the number of replicas, to be checked; None for :math:`R`, and for the
-            size of the axis if that is None as well.
-        axis_name: the axis, or axes, of the replicas; None for a single one.
-        hold: whether gradients are accumulated, in a copy of the parameters' size, until there
-            are :math:`R`. If not, a tick with fewer changes nothing, and its gradients are
-            dropped.
-        rows_divisor: ``"count"``: rows are divided by :math:`n`, as dense gradients;
-            ``"touches"``: each row by the number of gradients that have it, as in the original.
-        bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
-        skip_nonfinite: whether a gradient with NaN or infinity is dropped. Without it, NaN on one
-            replica reaches all of them.
+        total_num_replicas: the expected number of replicas; None for :math:`R`, or for the size of
+            the axis if :math:`R` is None.
+        axis_name: the axis, or axes, of the replicas; None for a single replica.
+        hold: whether gradients are accumulated, in a copy of the parameters' size, until there are
+            :math:`R`. If not, a tick with fewer gradients drops them and changes nothing.
+        rows_divisor: ``"count"`` divides rows by :math:`n`, as dense gradients; ``"touches"``
+            divides each row by the number of gradients that contain it, as in the original.
+        bucket_bytes: arrays up to this size are sent together; None sends each separately.
+        skip_nonfinite: whether a gradient with NaN or infinity is dropped. Without this option, NaN
+            on one replica spreads to all.
 
     Raises:
-        ValueError: if the axis has another size than ``total_num_replicas``, or if gradients are
+        ValueError: if the size of the axis is not ``total_num_replicas``, or if gradients are
             already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
@@ -125,10 +122,9 @@ def sync_replicas(
         2016; ``tf.train.SyncReplicasOptimizer``.
 
     Differences from the original:
-        There is no token queue: replicas tick together, so none runs ahead with an old token, and
-        no early gradient is wasted. An update uses at most :math:`R` gradients; in the original a
-        late chief uses all that have arrived. The original divides rows by the number of gradients
-        that contain them.
+        There is no token queue: replicas run in lockstep, so no gradient is lost to an old token.
+        An update uses at most :math:`R` gradients; in the original a late chief uses all that have
+        arrived. The original divides rows by the number of gradients that contain them.
     """
     aggregate, total = replicas_to_aggregate, total_num_replicas
     if aggregate is not None:
@@ -231,7 +227,7 @@ class _SyncReplicas:
             accumulator=accumulator,
             inner=of_inner,
         )
-        # A replica whose gradient was accepted waits for the update; the others read at once.
+        # A replica whose gradient was accepted waits for the update; others read immediately.
         waiting |= accepted & self.hold
         reads = arrived | (waiting & fire)
         per_replica = SyncReplicasPerReplica(
@@ -247,19 +243,19 @@ class _SyncReplicas:
         old: SyncReplicasReplicated,
         most: int,
     ) -> tuple[Array, Any, GradientAccumulator | tuple[()], Array]:
-        """The mean of the gradients that are accumulated and of those that are accepted now.
+        """The mean of the accumulated gradients and of those accepted now.
 
         Args:
             updates: the gradients of this replica.
             arrived: whether they are available.
             accepted: whether they are accepted.
             old: the state before.
-            most: of gradients in the accumulator; with 0 it is not used, and what is in it is
-                ignored.
+            most: the largest number of gradients in the accumulator; with 0 it is not used and its
+                content is ignored.
 
         Returns:
-            How many gradients there are, their mean, the new accumulator, and how many gradients
-            were dropped.
+            The number of gradients, their mean, the new accumulator, and the number of dropped
+            gradients.
         """
         counts_rows = most > 0 or self.by_row_counts
         sums, (number, dropped) = self.replicas.sum_gradients(
@@ -272,7 +268,7 @@ class _SyncReplicas:
             now = {"update": old.global_step + 1, "accepted": number, "most": most}
             sums, accumulator = accumulate_sums(accumulator, sums, updates, **now)
             number += old.count
-            # Of a gradient that is None there may be a sum of earlier ones.
+            # For a gradient of None there may be a sum of earlier gradients.
             like = lambda g, total: total if g is None else g
             updates = jax.tree.map(like, updates, sums, is_leaf=is_sparse_or_none)
         divide = divide_gradients
@@ -282,7 +278,7 @@ class _SyncReplicas:
 
 
 def _number_ahead(replicas: Replicas, fresh: Array, priority: Any) -> Array:
-    """How many fresh gradients arrived before that of this replica."""
+    """The number of fresh gradients that arrived before that of this replica."""
     rank = replicas.index
     priority = rank if priority is None else jnp.asarray(priority)
     all_fresh, priorities = replicas.gather((fresh[None], priority[None]))

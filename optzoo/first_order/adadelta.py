@@ -54,7 +54,7 @@ def scale_by_adadelta(b2: float = 0.95, eps: float = 1e-8) -> optax.GradientTran
             return factor(s.accum_update + b2 * eps, divisor, b2 * eps) * g
 
         new = AdadeltaSlots(accum, b2 * s.accum_update + (1 - b2) * d**2)
-        # With 0 the new slots keep nothing of the old ones, which the update needs.
+        # With 0 the new slots do not depend on the old ones, which the update needs.
         return (d if isinstance(b2, float | int) and b2 == 0 else update), new
 
     return leafwise(rule, slots=AdadeltaSlots(zeros, zeros))
@@ -72,10 +72,10 @@ def adadelta(
         U_t &= \rho\, U_{t-1} + (1 - \rho)\, d_t^2 \\
         x_t &= x_{t-1} - \eta_t\, d_t
 
-    The paper has no learning rate (:math:`\eta = 1`); the default is that of the original. Rows
-    without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
+    The paper has no learning rate (:math:`\eta = 1`); the default is the original's. Rows without a
+    gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
-    ``optax.adadelta`` is the same formula with other defaults (0.9 and 1e-6, and no default rate).
+    ``optax.adadelta`` is the same formula with the defaults 0.9 and 1e-6 and no default rate.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -90,8 +90,7 @@ def adadelta(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         b2: :math:`\rho`, decay of both means, in [0, 1).
-        eps: :math:`\epsilon`, inside the roots, at least 0. With 0, the first step is zero and so
-            are all others.
+        eps: :math:`\epsilon`, inside the roots, at least 0. With 0, all steps are zero.
 
     References:
         Zeiler, `ADADELTA: An Adaptive Learning Rate Method <https://arxiv.org/abs/1212.5701>`_,
@@ -100,6 +99,6 @@ def adadelta(
     Differences from the original:
         With ``eps=0``, an element whose gradients were all zero is unchanged; the original gives
         NaN. With ``b2=0`` given as an array (``optax.inject_hyperparams``), an element whose
-        squared gradient underflows is unchanged, too.
+        squared gradient underflows is also unchanged.
     """
     return descend(learning_rate, scale_by_adadelta(b2, eps))

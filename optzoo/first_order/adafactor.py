@@ -28,10 +28,7 @@ from ..state.types import Exact, NotNegative, Signed
 
 
 class AdafactorSlots(NamedTuple):
-    """The slots of Adafactor; a parameter has ``vr`` and ``vc``, or ``v``, and () for the others.
-
-    ``m`` is () without momentum.
-    """
+    """The slots of Adafactor: ``vr`` and ``vc``, or ``v``; ``m`` with momentum; the rest are ()."""
 
     m: Signed  # mean of the steps
     vr: Exact  # mean of the squared gradient over one axis
@@ -72,17 +69,17 @@ def adafactor(
     :math:`\eta_t = \min(t^{-1/2}, 0.01)`, a twentieth of it without
     ``multiply_by_parameter_scale``.
 
-    Which parameters are factored: in tensor2tensor all with two axes or more, over the last two of
-    these. Mesh TensorFlow, and so T5, factors over the two longest axes, if both have at least
-    ``min_dim_size_to_factor`` elements; of equal ones the first is the longest. The slots are
-    ``vr``, the parameter without the last axis (Mesh TensorFlow: without the longest), and ``vc``,
-    without the axis before that (without the second longest). ``mesh_tensorflow.Adafactor`` and
-    ``t5.Adafactor`` of :func:`optzoo.create` have 128 there; Mesh TensorFlow before 2020 had 32.
+    tensor2tensor factors all parameters with two axes or more, over the last two. Mesh TensorFlow
+    and T5 factor over the two longest axes, if both have at least ``min_dim_size_to_factor``
+    elements; the first of equally long axes is regarded as the longest. The slot ``vr`` has the
+    shape of the parameter without the last (the longest) axis, and ``vc`` without the second last
+    (the second longest). In :func:`optzoo.create`, ``mesh_tensorflow.Adafactor`` and
+    ``t5.Adafactor`` set ``min_dim_size_to_factor=128``; Mesh TensorFlow before 2020 had 32.
 
-    ``optax.adafactor`` has the same values at the same ``min_dim_size_to_factor``, which is 128 by
-    default, unless three of the longest axes are equal: there it factors over the last ones, and
+    ``optax.adafactor`` gives the same values at the same ``min_dim_size_to_factor`` (128 by
+    default), unless the three longest axes are equal: it then factors over the last ones, and
     parameters of shape (4, 4, 4) differed by a tenth after 10 steps. Its ``decay_rate`` is the
-    exponent 0.8, its ``momentum`` is ``b1``, and without a ``learning_rate`` its rate is 1.
+    exponent 0.8, its ``momentum`` is ``b1``, and its rate is 1 without a ``learning_rate``.
 
     A row-sparse gradient is treated as dense (:func:`optzoo.rules.dense`), as in the original.
 
@@ -103,18 +100,18 @@ def adafactor(
             this one; None for the default above. The original's ``adafactor_decay_rate_pow(p)`` is
             ``lambda k: 1 - (k + 1.0) ** -p``, and ``adafactor_decay_rate_adam(b)`` is
             ``lambda k: b * (1 - b**k) / (1 - b ** (k + 1))``.
-        b1: :math:`\beta_1`, decay of the mean of the steps, in [0, 1); 0 for none and no slot.
-        clipping_threshold: :math:`d`, positive; None not to clip.
-        factored: whether parameters are factored at all.
+        b1: :math:`\beta_1`, decay of the mean of the steps, in [0, 1); 0 for no mean and no slot.
+        clipping_threshold: :math:`d`, positive; None for no clipping.
+        factored: whether parameters are factored.
         multiply_by_parameter_scale: whether the step is multiplied by
             :math:`\max(\operatorname{rms}(x), \epsilon_2)`.
-        eps: :math:`\epsilon`, which is added to squared gradients; at least 0.
+        eps: :math:`\epsilon`, added to squared gradients; at least 0.
         min_parameter_scale: :math:`\epsilon_2`, at least 0. With 0 a parameter of zeros stays zero.
         min_dim_size_to_factor: None to factor as tensor2tensor; a number to factor as Mesh
             TensorFlow does.
 
     Raises:
-        ValueError: if ``multiply_by_parameter_scale`` and no params are given to ``update``.
+        ValueError: with ``multiply_by_parameter_scale``, if no params are given to ``update``.
 
     References:
         Shazeer and Stern, `Adafactor: Adaptive Learning Rates with Sublinear Memory Cost
@@ -123,9 +120,9 @@ def adafactor(
         <https://github.com/tensorflow/mesh>`_.
 
     Differences from the original:
-        The original adds the mean squared gradient times 1e-30 to both rates, which changes no
-        digit unless gradients exceed 1e11. Before September 2018 tensor2tensor factored matrices
-        only. With ``eps=0``, an element whose row or column never had a gradient is unchanged; the
+        The original adds the mean squared gradient times 1e-30 to both rates, which has no effect
+        unless gradients exceed 1e11. Before September 2018 tensor2tensor factored matrices only.
+        With ``eps=0``, an element whose row or column never had a gradient is unchanged; the
         original divides by zero. ``simulated_quantize_bits``, a ``parameter_encoding`` of bfloat16,
         and Mesh TensorFlow's ``stacked_dim_names`` and ``exclude_from_parameter_scale`` are missing
         (:func:`optzoo.param_groups` gives parameters their own arguments).

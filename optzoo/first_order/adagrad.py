@@ -55,7 +55,7 @@ def adagrad(
     There is no epsilon; the accumulator starts above zero instead. Rows without a gradient keep
     their parameters and slots (:func:`optzoo.rules.lazy`).
 
-    ``optax.adagrad`` adds 1e-7 under the root, unless ``eps=0``.
+    ``optax.adagrad`` adds 1e-7 inside the root, unless ``eps=0``.
 
     Example:
         >>> import jax.numpy as jnp, optzoo

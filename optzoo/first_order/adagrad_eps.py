@@ -40,13 +40,13 @@ def adagrad_eps(
     eps: float = 1e-8,
     initial_accumulator_value: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adagrad whose accumulator starts at zero, with an epsilon outside of the root.
+    r"""Adagrad with an accumulator that starts at zero, and an epsilon outside the root.
 
     .. math::
         A_t &= A_{t-1} + g_t^2 \\
         x_t &= x_{t-1} - \eta_t\, \frac{g_t}{\sqrt{A_t} + \epsilon}
 
-    :func:`optzoo.adagrad` is that of TensorFlow 1, which has no epsilon. Rows without a gradient
+    :func:`optzoo.adagrad` is TensorFlow 1's Adagrad, which has no epsilon. Rows without a gradient
     keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
     Example:

@@ -37,7 +37,7 @@ def bias_correction(beta1_power: Array, beta2_power: Array) -> Array:
 
 
 def corrected(t: Array, beta1_power: Array, beta2_power: Array) -> dict[str, Array]:
-    """What the rule of Adam gets in the place of the powers."""
+    """The bias correction that replaces the powers of the decays in the arguments of the rule."""
     del t
     return {"correction": bias_correction(beta1_power, beta2_power)}
 

@@ -55,7 +55,7 @@ def adam_gs(
     b2: float = 0.999,
     eps: float = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adam with a global step, as in ``tf.contrib.opt.AdamGSOptimizer``.
+    r"""Adam with an explicit global step, as in ``tf.contrib.opt.AdamGSOptimizer``.
 
     .. math::
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
@@ -64,10 +64,10 @@ def adam_gs(
                \frac{m_t}{\sqrt{v_t} + \hat\epsilon}
 
     where :math:`n` is ``update(..., global_step=n)``, the number of updates before this one, which
-    must be given. If :math:`n` starts at 0, this is :func:`optzoo.adam`. If it starts later, the
-    bias correction does not match the means, which start at zero: with the default decays the first
-    step has length :math:`0.98\, \eta` at :math:`n = 100` and :math:`2.5\, \eta` at
-    :math:`n = 1000`. A row-sparse gradient is treated as dense (:func:`optzoo.rules.dense`).
+    is required. If :math:`n` starts at 0, this is :func:`optzoo.adam`. If it starts later, the bias
+    correction does not match the means, which start at zero: with the default decays the first step
+    has length :math:`0.98\, \eta` at :math:`n = 100` and :math:`2.5\, \eta` at :math:`n = 1000`. A
+    row-sparse gradient is treated as dense (:func:`optzoo.rules.dense`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -84,7 +84,7 @@ def adam_gs(
         eps: :math:`\hat\epsilon`, at least 0.
 
     Raises:
-        ValueError: if ``update`` gets no global step.
+        ValueError: if ``update`` is called without ``global_step``.
 
     References:
         Kingma and Ba, `Adam: A Method for Stochastic Optimization
@@ -105,7 +105,7 @@ def lazy_adam_gs(
     b2: float = 0.999,
     eps: float = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Lazy Adam with a global step, as in ``tf.contrib.opt.LazyAdamGSOptimizer``.
+    r"""Lazy Adam with an explicit global step, as in ``tf.contrib.opt.LazyAdamGSOptimizer``.
 
     .. math::
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
@@ -114,7 +114,7 @@ def lazy_adam_gs(
                \frac{m_t}{\sqrt{v_t} + \hat\epsilon}
 
     where :math:`n` is ``update(..., global_step=n)``, the number of updates before this one, which
-    must be given. Rows without a gradient keep their parameters and slots
+    is required. Rows without a gradient keep their parameters and slots
     (:func:`optzoo.rules.lazy`). For dense gradients it is :func:`optzoo.adam_gs`.
 
     Example:
@@ -135,7 +135,7 @@ def lazy_adam_gs(
         eps: :math:`\hat\epsilon`, at least 0.
 
     Raises:
-        ValueError: if ``update`` gets no global step.
+        ValueError: if ``update`` is called without ``global_step``.
 
     References:
         Kingma and Ba, `Adam: A Method for Stochastic Optimization

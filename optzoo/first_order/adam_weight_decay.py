@@ -1,4 +1,4 @@
-"""The Adam of BERT: without bias correction, with a decay times the learning rate."""
+"""The Adam of BERT: no bias correction, and a weight decay times the learning rate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..state.types import NotNegative, Signed
 
 
 class BERTSlots(NamedTuple):
-    """The slots of the optimizers of BERT, by the names of their variables."""
+    """The slots of BERT's optimizers, with the names of their variables."""
 
     adam_m: Signed  # mean of the gradient
     adam_v: NotNegative  # mean of its square
@@ -33,7 +33,7 @@ def next_slots(g: Array, s: BERTSlots, b1: Any, b2: Any) -> BERTSlots:
 
 
 def add_decay(weight_decay: Any, skip: Any) -> Optimizer:
-    """Adds a fraction of the parameters to a direction, but for those that ``skip`` marks."""
+    """Adds a fraction of each parameter to its direction, except where ``skip`` is true."""
     check_not_negative(weight_decay=weight_decay)
     check_mask(skip=skip)
     rule = lambda g, x, s, t: (g + weight_decay * x, s)
@@ -77,15 +77,15 @@ def adam_weight_decay(
         v_t &= \beta_2 v_{t-1} + (1 - \beta_2)\, g_t^2 \\
         x_t &= x_{t-1} - \eta_t \left( \frac{m_t}{\sqrt{v_t} + \epsilon} + \lambda\, x_{t-1} \right)
 
-    The bias of the means is not corrected, unlike in :func:`optzoo.adam` and ``optax.adamw``: at
-    the default decays the first step is 3.2 times as long as Adam's. BERT begins with a warm-up of
-    the rate. Both slots have the shape of the parameter; they are called ``adam_m`` and ``adam_v``,
-    as in BERT's checkpoints. A row-sparse gradient is treated as dense
-    (:func:`optzoo.rules.dense`), as there: rows without a gradient move and decay.
+    There is no bias correction, unlike in :func:`optzoo.adam` and ``optax.adamw``: at the default
+    decays the first step is 3.2 times as long as Adam's. BERT uses a warm-up of the rate. Both
+    slots have the shape of the parameter; they are called ``adam_m`` and ``adam_v``, as in BERT's
+    checkpoints. A row-sparse gradient is treated as dense (:func:`optzoo.rules.dense`), as in BERT:
+    rows without a gradient move and decay.
 
     :func:`optzoo.create` takes the original's arguments. Its ``exclude_from_weight_decay`` is a
-    list of regular expressions, each of which may be found anywhere in the name of a parameter,
-    or in no name.
+    list of regular expressions that are searched for in the names of parameters; an expression may
+    match no name.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -119,7 +119,7 @@ def adam_weight_decay(
 
     Differences from the original:
         With ``eps=0``, an element whose gradients were all zero is changed by the decay only; the
-        original divides zero by zero. Parameters may have any floating dtype; the original takes
+        original divides zero by zero. Parameters may have any floating dtype; the original accepts
         float32 only.
     """
     return descend(learning_rate, *_directions(b1, b2, eps, weight_decay, skip))

@@ -84,7 +84,7 @@ def adamax(
         learning_rate: :math:`\eta`, a number or a schedule.
         b1: decay of the mean, in [0, 1).
         b2: decay of the maximum, in [0, 1).
-        eps: :math:`\epsilon`, at least 0; it avoids a division by zero before the first gradient.
+        eps: :math:`\epsilon`, at least 0; it prevents a division by zero before the first gradient.
 
     References:
         Kingma and Ba, `Adam: A Method for Stochastic Optimization

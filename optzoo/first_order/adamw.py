@@ -31,9 +31,9 @@ def adamw(
     where :math:`u_t` is the update of :func:`optzoo.adam`. Unlike in ``optax.adamw``, the decay is
     not multiplied by the learning rate: ``adamw(rate, weight_decay_per_step=rate * decay)``
     corresponds to ``optax.adamw(rate, weight_decay=decay)``. (:func:`optzoo.sparse_adamw`
-    multiplies as optax does. :func:`optzoo.create` keeps TensorFlow's name, ``weight_decay``.) Adam
-    treats a row-sparse gradient as dense (:func:`optzoo.rules.dense`), but only the rows of the
-    gradient decay.
+    multiplies it, as optax does. :func:`optzoo.create` keeps TensorFlow's name, ``weight_decay``.)
+    Adam treats a row-sparse gradient as dense (:func:`optzoo.rules.dense`), but only the rows of
+    the gradient decay.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -50,9 +50,8 @@ def adamw(
         eps: :math:`\hat\epsilon`, at least 0.
         weight_decay_per_step: :math:`\lambda`, the fraction of a parameter that is removed at each
             update, at least 0.
-        mask: which parameters decay: a pattern of names, a tuple of patterns such as
-            ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
-            returns one of these (:func:`optzoo.param_groups`); None for all.
+        mask: the parameters that decay, a mask such as ``"kernel"`` or ``("kernel", "embedding")``
+            (:func:`optzoo.param_groups`); None for all.
 
     Raises:
         TypeError: if ``weight_decay`` is given.
@@ -63,7 +62,7 @@ def adamw(
         <https://arxiv.org/abs/1711.05101>`_, 2019.
 
     Differences from the original:
-        ``mask`` is always applied; the original ignores ``minimize(decay_var_list=)``. With
+        ``mask`` is always applied; the original's ``minimize`` ignores its ``decay_var_list``. With
         ``eps=0``, an element whose gradients were all zero is changed by the weight decay only; the
         original gives NaN.
     """

@@ -85,7 +85,7 @@ def add_sign(
         <https://arxiv.org/abs/1709.07417>`_, 2017.
 
     Differences from the original:
-        Row-sparse gradients always work; the original refuses them for resource variables.
+        Row-sparse gradients are always accepted; the original refuses them for resource variables.
     """
     tx = descend(learning_rate, scale_by_add_sign(alpha, b1, sign_decay))
     return known(tx, deferral=lambda dense: Deferral(DecayRule((("m", float(b1)),))))

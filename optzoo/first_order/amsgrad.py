@@ -25,7 +25,7 @@ class AMSGradSlots(NamedTuple):
     v_hat: NotNegative  # its maximum so far
 
     tf1 = TF1Names(
-        hint="; RETURNN's AMSGrad gives its variables no names: say which is which by "
+        hint="; RETURNN's AMSGrad does not name its variables: map them by "
         "variables={'0/slots/m/w': 'Variable_1', ...}"
     )
 
@@ -73,10 +73,10 @@ def amsgrad(
         \hat v_t &= \max(\hat v_{t-1}, v_t) \\
         x_t &= x_{t-1} - \frac{\eta_t}{\sqrt{t}} \cdot \frac{m_t}{\sqrt{\hat v_t} + \epsilon}
 
-    where :math:`\sqrt{t}` is replaced by 1 unless ``decay_learning_rate``. There is no bias
+    where :math:`\sqrt{t}` is replaced by 1 if ``decay_learning_rate`` is false. There is no bias
     correction. Rows without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
-    ``optax.amsgrad`` corrects the bias of both means, and its :math:`\beta_2` is 0.999.
+    ``optax.amsgrad`` corrects the bias of both means, and its default :math:`\beta_2` is 0.999.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -103,9 +103,9 @@ def amsgrad(
     Differences from the original:
         With ``eps=0``, the default, an element whose gradients were all zero is unchanged; the
         original divides zero by zero and its parameter stays NaN. Row-sparse gradients and float64
-        are accepted; the original raises a TypeError for them.
+        are accepted; the original raises a TypeError.
     """
-    # Two counts: in RETURNN the rate follows the global step, and the decay a step of its own.
+    # Two counts: in RETURNN the rate depends on the global step, and the decay on its own step.
     direction = scale_by_amsgrad(b1, b2, eps, decay_learning_rate)
 
     def deferral(dense):  # v_hat, the largest v so far, does not decay

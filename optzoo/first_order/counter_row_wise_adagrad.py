@@ -1,4 +1,4 @@
-"""Row-wise Adagrad whose rate and decay depend on how often a row came."""
+"""Row-wise Adagrad whose rate and decay depend on how often a row had a gradient."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def counter_row_wise_adagrad(
     is_ratio: bool = False,
     max_counter_every: int = 1000,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Row-wise Adagrad that counts how often each row came: more decay for rare rows.
+    r"""Row-wise Adagrad with a counter for each row: rare rows decay more.
 
     .. math::
         n_t &= \begin{cases}
@@ -96,8 +96,8 @@ def counter_row_wise_adagrad(
     ``"counter_sgd"``       :math:`\eta / (\sqrt{u n} + \epsilon)`
     ======================  =======================================================================
 
-    :math:`N` is the largest counter of all rows plus 1, as of the last update whose number is
-    divisible by ``max_counter_every`` (1 before), or ``update(..., max_counter=)`` for this update.
+    :math:`N` is the largest counter of all rows plus 1, computed at each update whose number is
+    divisible by ``max_counter_every`` (1 before the first), or ``max_counter`` of this ``update``.
 
     =====================  ========================================================================
     ``weight_decay_mode``  :math:`c`
@@ -107,15 +107,16 @@ def counter_row_wise_adagrad(
     ``"decoupled"``        :math:`1 - \lambda \eta H / n`
     ``"adagradw"``         :math:`z\, (1 - \lambda \eta)` with
                            :math:`z = (1 - \lambda \eta)^{\min(t - p, t - s) - 1}`; :math:`M` is
-                           multiplied by :math:`z`. Before, it is :math:`m \sqrt n` if
+                           multiplied by :math:`z`. First, it is :math:`m \sqrt n` if
                            :math:`H = -1`, :math:`\min(\eta n, u) / (\sqrt A + \epsilon)` if
                            :math:`H = -2`.
     =====================  ========================================================================
 
-    Counters and numbers of updates of rows are in float32, as in FBGEMM, unless the parameter is in
-    float64: a counter without forgetting stops at ``2**24``, and above it :math:`p` is rounded.
+    Counters and numbers of updates of rows are float32, as in FBGEMM, unless the parameter is
+    float64: in float32, a counter with :math:`H < 0` stops at ``2**24``, and larger :math:`p` are
+    rounded.
 
-    Up to the update ``start_step`` both modes are off, except that :math:`h` is as written.
+    Up to update ``start_step`` both modes are off, but :math:`h` is as above.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -132,19 +133,19 @@ def counter_row_wise_adagrad(
         weight_decay: :math:`\lambda`, in all modes multiplied by the learning rate; at least 0.
         weight_decay_mode: ``"none"``, ``"l2"``, ``"decoupled"`` or ``"adagradw"``.
         half_life: :math:`H`, an int, at least -2: the number of updates after which a count is
-            worth half; 0 counts each row as 1; -1 counts without forgetting, as -2, which differs
-            for ``"adagradw"`` alone. A static argument: it cannot be injected.
-        start_step: :math:`s`, an int, at least 0. Static, too.
-        adjustment_ub: :math:`u`, positive: an exponent, a factor or a bound, see above.
+            halved; 0 sets each counter to 1; -1 and -2 count without forgetting and differ for
+            ``"adagradw"`` only. A static argument: it cannot be injected.
+        start_step: :math:`s`, an int, at least 0. Also static.
+        adjustment_ub: :math:`u`, positive: an exponent, a factor or a bound (see the tables).
         learning_rate_mode: ``"equal"``, ``"tail_increase"``, ``"tail_decrease"`` or
             ``"counter_sgd"``.
-        tail_threshold: the counter above which the mode of the rate holds, at least 0.
+        tail_threshold: the counter above which ``learning_rate_mode`` applies, at least 0.
         is_ratio: whether the threshold is a fraction of :math:`N`, rounded down.
-        max_counter_every: how often :math:`N` is found anew, an int, at least 1. It reads the
-            counters of all rows then. Static, too.
+        max_counter_every: the number of updates between computations of :math:`N`, each of which
+            reads the counters of all rows; an int, at least 1. Also static.
 
     Raises:
-        ValueError: in ``update``, if there is a decay and no params are given.
+        ValueError: if there is a decay and no params are given to ``update``.
 
     Warns:
         UserWarning: with ``"l2"`` or ``"decoupled"`` and a negative half-life, as in the original:
@@ -203,7 +204,7 @@ class _Options(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What the modes know of each row, at this update."""
+    """The values of each row that the modes use at this update."""
 
     n: Array  # its counter
     gap: Array  # updates since its last one
@@ -236,7 +237,7 @@ def _rule(o: _Options) -> Rule:
 
 
 def _rate(o: _Options, row: _Row, max_counter: Any) -> Array:
-    """M by the mode of the rate."""
+    """M, by ``learning_rate_mode``."""
     if o.learning_rate_mode == "equal":
         return row.m
     n, u = row.n, o.adjustment_ub
@@ -251,7 +252,7 @@ def _rate(o: _Options, row: _Row, max_counter: Any) -> Array:
 
 
 def _decayed(o: _Options, row: _Row, M: Array) -> tuple[Array, Any]:
-    """M and c by the mode of the decay."""
+    """M and c, by ``weight_decay_mode``."""
     if o.weight_decay_mode == "none":
         return M, 1
     if o.weight_decay_mode != "adagradw":
@@ -272,14 +273,14 @@ def counter_slots() -> CounterSlots:
 
 
 def next_counter(counter: Array, gap: Array, half_life: int) -> Array:
-    """How often each row came, this update included."""
+    """The counter of each row, this update included."""
     if half_life > 0:
         return 1 + jnp.exp2(-gap / half_life) * counter
     return jnp.ones_like(counter) if half_life == 0 else counter + 1
 
 
 def _with_max_counter(inner: Optimizer, every: int) -> optax.GradientTransformationExtraArgs:
-    """Gives the inner update the largest counter, which is found anew at every ``every``-th."""
+    """Passes the largest counter to the inner update and recomputes it every ``every`` updates."""
 
     def init(params):
         return MaxCounterState(jnp.ones([], jnp.float32), inner.init(params))

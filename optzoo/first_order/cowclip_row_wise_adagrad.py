@@ -45,7 +45,7 @@ def cowclip_row_wise_adagrad(
     for each row, where :math:`p` is the last update in which it had a gradient (:math:`t - p` is 1
     at its first). :math:`h = g + \lambda x` and :math:`c = 1 - \lambda M` with ``"l2"``; otherwise
     :math:`h = g`, and :math:`c = 1 - \lambda \eta` with ``"decoupled"``, 1 with ``"none"``. The
-    accumulator sums gradients as they are before the clip. Rows without a gradient keep their
+    accumulator sums the squares of gradients before clipping. Rows without a gradient keep their
     parameters and slots (:func:`optzoo.rules.lazy`).
 
     Example:
@@ -63,11 +63,11 @@ def cowclip_row_wise_adagrad(
         weight_decay: :math:`\lambda`, in both modes multiplied by the learning rate; at least 0.
         weight_decay_mode: ``"none"``, ``"l2"`` or ``"decoupled"``.
         half_life: :math:`H`, an int, at least -2: the number of updates after which a count is
-            worth half; 0 counts each row as 1; a negative one counts without forgetting. A static
+            halved; 0 sets each counter to 1; a negative value counts without forgetting. A static
             argument: it cannot be injected.
         weight_norm_coefficient: :math:`r`, at least 0.
         lower_bound: :math:`\zeta`, at least 0. If it is zero, a row of zeros never moves; if
-            :math:`r` is zero, too, no row moves but by its decay.
+            :math:`r` is also zero, rows move by their decay only.
 
     Raises:
         ValueError: if no params are given to ``update``.

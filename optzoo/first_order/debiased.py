@@ -1,4 +1,4 @@
-"""Adam's direction with the bias correction of each mean, as of the paper and of FBGEMM."""
+"""Adam's direction with the bias correction of each mean, as in the paper and in FBGEMM."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ from ..core.numerics import one_minus_power, safe_divide, sqrt
 def debiased_direction(
     m: Array, v: Array, t: Any, b1: Any, b2: Any, eps: Any, *, rounded: bool = False
 ) -> Array:
-    """The mean over the root of the mean square plus epsilon, both without their bias.
+    """The bias-corrected mean, divided by the root of the corrected mean square plus epsilon.
 
     Args:
         m: the mean of the gradient.
-        v: the mean of its square, of each element or with one number for each row.
-        t: the number of updates in the means, of all or of each row.
+        v: the mean of its square, one number for each element or for each row.
+        t: the number of updates of the means, for all rows or for each row.
         b1: the decay of ``m``.
         b2: the decay of ``v``.
-        eps: outside of the root.
+        eps: added outside the root.
         rounded: whether the powers of the decays are rounded before they are subtracted from one,
             as LAMB and optax do. In float32 the first correction of 0.999 is then off by 1.3e-5.
     """

@@ -31,7 +31,7 @@ def global_decay_row_wise_adagrad(
     start_step: int = 0,
     lower_bound: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Row-wise Adagrad whose decoupled decay acts at every update, on all rows.
+    r"""Row-wise Adagrad with decoupled decay of all rows at every update.
 
     .. math::
         x' &= x_{t-1} \cdot \begin{cases}
@@ -40,13 +40,12 @@ def global_decay_row_wise_adagrad(
         A_t &= A_{t-1} + \operatorname{mean}(g_t^2) \\
         x_t &= (1 - \lambda \eta_t)\, x' - \frac{\eta_t}{\sqrt{A_t} + \epsilon}\, g_t
 
-    for each row, where :math:`p` is the last update from :math:`s` on in which it had a gradient, 0
-    if there was none. Rows without a gradient keep their parameters and slots
-    (:func:`optzoo.rules.lazy`); the decay that they miss is applied at their next gradient, with
-    the rate of that update.
+    for each row, where :math:`p` is the last update from :math:`s` on in which it had a gradient,
+    or 0. Rows without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`); the
+    decay that they miss is applied at their next gradient, with the rate of that update.
 
-    The original applies the decay that a row missed in lookups, too. Here the loss sees rows as of
-    their last update.
+    The original also applies missed decay in lookups. Here a lookup returns rows as of their last
+    update.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -65,15 +64,15 @@ def global_decay_row_wise_adagrad(
         weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0.
         start_step: :math:`s`, the first update that applies missed decay, an int, at least 0. A
             static argument: it cannot be injected.
-        lower_bound: :math:`b`, the least factor, in [0, 1].
+        lower_bound: :math:`b`, the smallest factor, in [0, 1].
 
     Raises:
         ValueError: if no params are given to ``update``.
 
     References:
         ``WeightDecayMode.DECOUPLE_GLOBAL`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_. Before
-        ``start_step`` it is compared with records; from there on the original needs a GPU, and the
-        formula is that of its source.
+        ``start_step`` results are compared with FBGEMM's; later updates need a GPU in FBGEMM, and
+        the formula follows its source code.
     """
     check_rate(learning_rate)
     start_step = check_size(start_step=start_step)

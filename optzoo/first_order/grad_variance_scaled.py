@@ -74,7 +74,7 @@ def grad_variance_scaled(
 
     There is no bias correction, so the first steps are :math:`(1 - \beta_2)\, \eta\, g`. With
     row-sparse gradients the means decay in all rows, but only rows with a gradient move
-    (:func:`optzoo.rules.touched`); :math:`d_t` is zero in the others.
+    (:func:`optzoo.rules.touched`); :math:`d_t` is zero in the other rows.
 
     Example:
         >>> import jax.numpy as jnp, optzoo

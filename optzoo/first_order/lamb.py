@@ -61,10 +61,10 @@ def lamb(
     of zeros takes Adam's step, unlike a row of zeros in :func:`optzoo.row_wise_lamb`. Both slots
     have the shape of the parameter; they are called ``adam_m`` and ``adam_v``, as in the
     checkpoints of the original. A row-sparse gradient is treated as dense
-    (:func:`optzoo.rules.dense`), as there: rows without a gradient move and decay.
+    (:func:`optzoo.rules.dense`), as in the original: rows without a gradient move and decay.
 
-    ``optax.lamb`` has the same values at the same arguments, with ``skip`` as the opposite of its
-    ``mask``; its state has other names, and its gradients are dense. :func:`optzoo.create` takes
+    ``optax.lamb`` gives the same values at the same arguments; its ``mask`` is the opposite of
+    ``skip``, its state has other names, and its gradients are dense. :func:`optzoo.create` takes
     the original's arguments, as for :func:`optzoo.adam_weight_decay`.
 
     Example:
@@ -83,7 +83,7 @@ def lamb(
         weight_decay: :math:`\lambda`, multiplied by the learning rate and by the ratio of the
             norms; at least 0.
         skip: the parameters without decay, as a mask (:func:`optzoo.param_groups`); None for none.
-            They have a trust ratio, too.
+            Their trust ratio is still applied.
 
     Raises:
         ValueError: if no params are given to ``update``.
@@ -94,10 +94,10 @@ def lamb(
         `DeepLearningExamples <https://github.com/NVIDIA/DeepLearningExamples>`_.
 
     Differences from the original:
-        :math:`t` is 1 at the first update; the original reads the global step, in no defined order
-        with its increment (until February 2020 it counted variables, not steps). With ``eps=0``, an
-        element whose gradients were all zero gives no NaN. Parameters may have any floating dtype;
-        the original has float32, with float32 copies of float16 parameters.
+        :math:`t` is 1 at the first update; the original reads the global step before or after its
+        increment, in undefined order (until February 2020 it counted variables, not steps). With
+        ``eps=0``, an element whose gradients were all zero gives no NaN. Parameters may have any
+        floating dtype; the original accepts float32, and float16 with float32 copies.
     """
     return descend(learning_rate, *_directions(b1, b2, eps, weight_decay, skip))
 

@@ -82,11 +82,11 @@ def lars(
     where the norms are over a whole parameter. If one of them is zero, :math:`r_t = 1`. For a
     skipped parameter :math:`s_t = \eta_t\, g_t`. The learning rate is part of the sum :math:`a_t`,
     so LARS applies it itself. A parameter with row-sparse gradients is updated as by
-    :func:`optzoo.momentum` (with the learning rate outside of the sum, without decay): rows without
-    a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
+    :func:`optzoo.momentum` (the learning rate is outside the sum, and there is no decay): rows
+    without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
-    In ``optax.lars`` the ratio is by the norm of gradient plus decay, not by the sum of both norms,
-    and decay and ratio have masks of their own.
+    ``optax.lars`` divides by the norm of the gradient plus decay, not by the sum of both norms, and
+    has separate masks for decay and ratio.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -100,9 +100,9 @@ def lars(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         momentum: :math:`\mu`, at least 0.
-        l2_weight_decay: :math:`\lambda`, of an L2 decay: it is added to the gradient, before the
-            ratio and the learning rate; at least 0.
-        trust_coefficient: :math:`\gamma`, the trust coefficient, at least 0.
+        l2_weight_decay: :math:`\lambda`, L2 weight decay, added to the gradient before the ratio
+            and the learning rate are applied; at least 0.
+        trust_coefficient: :math:`\gamma`, at least 0.
         eps: :math:`\epsilon`, at least 0.
         nesterov: use Nesterov momentum.
         skip: the parameters without trust ratio and decay, as a mask

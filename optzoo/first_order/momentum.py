@@ -67,8 +67,8 @@ def momentum(
         [-0.19 -0.19]
 
     Args:
-        learning_rate: :math:`\eta`, a number or a schedule. It is not part of the sum, so a change
-            applies at once to the whole sum.
+        learning_rate: :math:`\eta`, a number or a schedule. It is not part of the sum: a change of
+            the rate applies to the whole sum immediately.
         momentum: :math:`\mu`, at least 0, usually below 1.
         nesterov: use Nesterov momentum.
 

@@ -28,7 +28,7 @@ def momentumw(
         x_t = x_{t-1} - \lambda\, x_{t-1} + u_t
 
     where :math:`u_t` is the update of :func:`optzoo.momentum`. The decay is not multiplied by the
-    learning rate: it is ``decay * rate`` of an optimizer that multiplies, such as ``optax.adamw``.
+    learning rate: it corresponds to ``decay * rate`` of ``optax.adamw``, which multiplies both.
     (:func:`optzoo.create` keeps TensorFlow's name, ``weight_decay``.) Rows without a gradient keep
     their parameters and slots, and do not decay (:func:`optzoo.rules.lazy`).
 
@@ -48,9 +48,8 @@ def momentumw(
         nesterov: use Nesterov momentum.
         weight_decay_per_step: :math:`\lambda`, the fraction of a parameter that is removed at each
             update, at least 0.
-        mask: which parameters decay: a pattern of names, a tuple of patterns such as
-            ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
-            returns one of these (:func:`optzoo.param_groups`); None for all.
+        mask: the parameters that decay, a mask such as ``"kernel"`` or ``("kernel", "embedding")``
+            (:func:`optzoo.param_groups`); None for all.
 
     Raises:
         TypeError: if ``weight_decay`` is given.
@@ -61,7 +60,7 @@ def momentumw(
         <https://arxiv.org/abs/1711.05101>`_, 2019.
 
     Differences from the original:
-        ``mask`` is always applied; the original ignores ``minimize(decay_var_list=)``.
+        ``mask`` is always applied; the original's ``minimize`` ignores its ``decay_var_list``.
     """
     inner = _momentum(learning_rate, momentum, nesterov)
     return decoupled_weight_decay(inner, weight_decay_per_step=weight_decay_per_step, mask=mask)

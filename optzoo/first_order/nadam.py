@@ -56,8 +56,8 @@ def nadam(
                \frac{\beta_1 m_t + (1 - \beta_1)\, g_t}{\sqrt{v_t} + \hat\epsilon}
 
     This is neither the paper's formula nor ``optax.nadam``: there is no momentum schedule, and both
-    terms have the same bias correction, so that the first step is :math:`(1 + \beta_1)\, \eta`.
-    With row-sparse gradients the means decay in all rows, but only rows with a gradient move
+    terms have the same bias correction: the first step is :math:`(1 + \beta_1)\, \eta`. With
+    row-sparse gradients the means decay in all rows, but only rows with a gradient move
     (:func:`optzoo.rules.touched`).
 
     Example:

@@ -43,9 +43,9 @@ def normalized_sgd(
     .. math::
         x_t = x_{t-1} - \eta_t\, \frac{g_t}{\max(\lVert g_t \rVert_2, 10^{-6})}
 
-    The norm is that of the gradient of one parameter. So each parameter moves by a distance of
-    :math:`\eta` unless its gradient is almost zero, and a scalar by exactly :math:`\pm\eta`.
-    Clipping the norms before this has no effect. The norm of a row-sparse gradient is computed
+    The norm is over the gradient of one parameter. Each parameter moves by a distance of
+    :math:`\eta`, unless its gradient is almost zero; a scalar moves by :math:`\pm\eta`. Clipping
+    gradients by their norms first has no effect. The norm of a row-sparse gradient is computed
     after rows that share an index are summed; rows without a gradient keep their parameters
     (:func:`optzoo.rules.lazy`).
 

@@ -71,7 +71,7 @@ def partial_row_wise_adam(
         x_t &= x_{t-1} - \eta_t \left( \frac{m_t / (1 - \beta_1^t)}
                {\sqrt{v_{i,t} / (1 - \beta_2^t)} + \epsilon} + \lambda\, x_{t-1} \right)
 
-    where :math:`i` counts the rows, along the first axis, and a row has :math:`d` elements. Rows
+    where :math:`i` is the row, an index of the first axis, and a row has :math:`d` elements. Rows
     without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`), but :math:`t`
     counts every update.
 
@@ -100,7 +100,7 @@ def partial_row_wise_adam(
 
     References:
         ``EmbOptimType.PARTIAL_ROWWISE_ADAM`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_. It
-        runs on GPUs only, and no record of it exists: the formula is that of its source.
+        needs a GPU and was not run for comparison: the formula follows its source code.
     """
     direction = scale_by_partial_row_wise_adam(b1, b2, eps, weight_decay)
     return descend(learning_rate, direction)

@@ -78,7 +78,7 @@ def reg_adagrad(
         Optimization <https://jmlr.org/papers/v12/duchi11a.html>`_, 2011.
 
     Differences from the original:
-        ``update_slots=`` is an argument of the update, where the original has the block
-        ``with opt.avoid_updating_slots()``, in which the order of two updates is undefined.
+        ``update_slots`` is an argument of the update; the original has the context manager
+        ``opt.avoid_updating_slots()``, in which the order of two updates is undefined.
     """
     return descend(learning_rate, scale_by_reg_adagrad(initial_accumulator_value))

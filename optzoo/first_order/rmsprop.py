@@ -88,8 +88,9 @@ def rmsprop(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         b2: :math:`\rho`, in [0, 1).
-        momentum: :math:`\mu`, at least 0. None computes the same steps as 0 without the slot, with
-            half the state. The original always has the slot, so its checkpoints need a number here.
+        momentum: :math:`\mu`, at least 0. None computes the same steps as 0, without the slot and
+            with half the state. The original always has the slot: to load its checkpoints, give a
+            number.
         eps: :math:`\epsilon`, inside the square root, at least 0.
         centered: divide by the standard deviation instead of the root mean square. A static
             argument: it cannot be injected.

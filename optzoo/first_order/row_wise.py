@@ -22,7 +22,7 @@ def row_norms(x: Array) -> Array:
 
 
 def of_rows(a: Array, x: Array) -> Array:
-    """One number for each row of ``x``, with the axes of ``x``."""
+    """Broadcasts one number for each row of ``x`` to the axes of ``x``."""
     return jnp.expand_dims(a, _inner_axes(x))
 
 
@@ -32,21 +32,21 @@ def zero_for_each_row(x: Any) -> Array:
 
 
 def count_for_each_row(x: Any) -> Array:
-    """A slot that counts for each row, from 0; in at least float32, since 16 bits count to 256."""
+    """A counter slot for each row, from 0; at least float32, as 16-bit floats count to 256 only."""
     wide = jnp.float64 if jnp.result_type(x) == jnp.float64 else jnp.float32
     return jnp.zeros_like(zero_for_each_row(x), wide)
 
 
 def gap_since(prev_iter: Array, t: Array) -> Array:
     """The number of updates since the last one of a row; 1 at its first."""
-    # Where counts end they go back by a cycle, but never so the row.
+    # At the end of their range counts return by one cycle, but the counts of rows do not.
     return jnp.where(prev_iter == 0, 1, jnp.maximum(t - prev_iter, 0))
 
 
 def shrunk_and_moved(x: Array, kept: Array, rates: Array, g: Array) -> Array:
-    """The update to ``kept * x - rates * g``, with one number of both for each row.
+    """The update that gives ``kept * x - rates * g``; both factors have one number for each row.
 
-    The new rows are computed first: the sum of ``x`` and the update then has their rounding.
+    The new rows are computed first, so that ``x`` plus the update is rounded as they are.
     """
     return of_rows(kept, g) * x - of_rows(rates, g) * g - x
 

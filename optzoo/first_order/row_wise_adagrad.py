@@ -65,13 +65,12 @@ def row_wise_adagrad(
         x_{ij,t} &= x_{ij,t-1} - \eta_t\, \frac{g_{ij,t}}{\sqrt{A_{i,t}} + \epsilon}
                     - \eta_t\, \lambda\, x_{ij,t-1}
 
-    where :math:`i` counts the rows, along the first axis, and a row has :math:`d` elements. For a
+    where :math:`i` is the row, an index of the first axis, and a row has :math:`d` elements. For a
     table of width 64 the slots are 64 times smaller than those of :func:`optzoo.adagrad`, and an
     update of few rows writes little more than the rows themselves. In a vector each element is a
     row; a scalar is one row. Rows without a gradient keep their parameters and slots
-    (:func:`optzoo.rules.lazy`); rows that share an index are summed first. So only rows with a
-    gradient decay. With ``l2_weight_decay`` :math:`\lambda_2`, :math:`g + \lambda_2 x` takes the
-    place of :math:`g` everywhere.
+    (:func:`optzoo.rules.lazy`); rows that share an index are summed first. Only rows with a
+    gradient decay. ``l2_weight_decay`` replaces :math:`g` by :math:`g + \lambda_2 x` everywhere.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -86,7 +85,7 @@ def row_wise_adagrad(
         learning_rate: :math:`\eta`, a number or a schedule.
         eps: :math:`\epsilon`, at least 0.
         weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0.
-        l2_weight_decay: :math:`\lambda_2`, of a decay that is added to the gradient; at least 0.
+        l2_weight_decay: :math:`\lambda_2`, L2 weight decay, added to the gradient; at least 0.
 
     Raises:
         ValueError: if there is a decay and no params are given to ``update``.

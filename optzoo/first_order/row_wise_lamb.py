@@ -78,7 +78,7 @@ def row_wise_lamb(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""LAMB for embeddings: the trust ratio is that of each row.
+    r"""LAMB for embeddings: one trust ratio for each row.
 
     .. math::
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
@@ -87,10 +87,10 @@ def row_wise_lamb(
                + \lambda\, x_{t-1} \\
         x_t &= x_{t-1} - \eta_t\, \frac{\lVert x_{t-1} \rVert}{\lVert r_t \rVert}\, r_t
 
-    where the norms are those of a row, along the first axis; ``optax.lamb`` takes those of the
-    whole parameter. A row of zeros stays zero, and where :math:`r` is zero nothing moves. Rows
-    without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`), but :math:`t`
-    counts every update.
+    where the norms are those of a row, along the first axis; ``optax.lamb`` uses those of the whole
+    parameter. A row of zeros stays zero, and a row with :math:`r = 0` does not move. Rows without a
+    gradient keep their parameters and slots (:func:`optzoo.rules.lazy`), but :math:`t` counts every
+    update.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -114,8 +114,8 @@ def row_wise_lamb(
     References:
         You et al., `Large Batch Optimization for Deep Learning: Training BERT in 76 minutes
         <https://arxiv.org/abs/1904.00962>`_, 2020; ``EmbOptimType.LAMB`` of `FBGEMM
-        <https://github.com/pytorch/FBGEMM>`_. It runs on GPUs only, and no record of it exists: the
-        formula is that of its source, which has NaN where zero is divided by zero.
+        <https://github.com/pytorch/FBGEMM>`_. It needs a GPU and was not run for comparison: the
+        formula follows its source code.
     """
     return descend(learning_rate, scale_by_row_wise_lamb(b1, b2, eps, weight_decay))
 
@@ -137,8 +137,8 @@ def partial_row_wise_lamb(
                + \lambda\, x_{t-1} \\
         x_t &= x_{t-1} - \eta_t\, \frac{\lVert x_{t-1} \rVert}{\lVert r_t \rVert}\, r_t
 
-    where :math:`i` counts the rows, along the first axis, a row has :math:`d` elements, and the
-    norms are those of a row. A row of zeros stays zero, and where :math:`r` is zero nothing moves.
+    where :math:`i` is the row, an index of the first axis, a row has :math:`d` elements, and the
+    norms are those of a row. A row of zeros stays zero, and a row with :math:`r = 0` does not move.
     Rows without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`), but
     :math:`t` counts every update.
 
@@ -163,8 +163,7 @@ def partial_row_wise_lamb(
 
     References:
         ``EmbOptimType.PARTIAL_ROWWISE_LAMB`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_. It
-        runs on GPUs only, and no record of it exists: the formula is that of its source, which has
-        NaN where zero is divided by zero.
+        needs a GPU and was not run for comparison: the formula follows its source code.
     """
     return descend(learning_rate, scale_by_partial_row_wise_lamb(b1, b2, eps, weight_decay))
 

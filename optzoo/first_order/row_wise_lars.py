@@ -30,7 +30,7 @@ def row_wise_lars(
     l2_weight_decay: float = 0.0,
     trust_coefficient: float = 1e-3,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""LARS for embeddings: the trust ratio is that of each row.
+    r"""LARS for embeddings: one trust ratio for each row.
 
     .. math::
         r_t &= \gamma\, \frac{\lVert x_{t-1} \rVert}
@@ -38,11 +38,11 @@ def row_wise_lars(
         a_t &= \mu\, a_{t-1} + \eta_t\, r_t\, (g_t + \lambda\, x_{t-1}) \\
         x_t &= x_{t-1} - a_t
 
-    where the norms are those of a row, along the first axis; :func:`optzoo.lars` takes those of the
-    whole parameter, and of row-sparse gradients none. A row of zeros moves by its momentum alone,
-    so a new one never moves. Rows without a gradient keep their parameters and slots
-    (:func:`optzoo.rules.lazy`). The learning rate is part of the sum :math:`a_t`, so LARS applies
-    it itself.
+    where the norms are those of a row, along the first axis; :func:`optzoo.lars` uses those of the
+    whole parameter, and no trust ratio for row-sparse gradients. A row of zeros moves by its
+    momentum only: a row that starts at zero never moves. Rows without a gradient keep their
+    parameters and slots (:func:`optzoo.rules.lazy`). The learning rate is part of the sum
+    :math:`a_t`, so LARS applies it itself.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -55,9 +55,9 @@ def row_wise_lars(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         momentum: :math:`\mu`, at least 0.
-        l2_weight_decay: :math:`\lambda`, of an L2 decay: it is added to the gradient, before the
-            ratio and the learning rate; at least 0.
-        trust_coefficient: :math:`\gamma`, the trust coefficient, at least 0.
+        l2_weight_decay: :math:`\lambda`, L2 weight decay, added to the gradient before the ratio
+            and the learning rate are applied; at least 0.
+        trust_coefficient: :math:`\gamma`, at least 0.
 
     Raises:
         ValueError: if no params are given to ``update``.
@@ -65,8 +65,8 @@ def row_wise_lars(
     References:
         You et al., `Large Batch Training of Convolutional Networks
         <https://arxiv.org/abs/1708.03888>`_, 2017; ``EmbOptimType.LARS_SGD`` of `FBGEMM
-        <https://github.com/pytorch/FBGEMM>`_. It runs on GPUs only, and no record of it exists: the
-        formula is that of its source, which has NaN where zero is divided by zero.
+        <https://github.com/pytorch/FBGEMM>`_. It needs a GPU and was not run for comparison: the
+        formula follows its source code.
     """
     check_rate(learning_rate)
     check_not_negative(

@@ -45,10 +45,10 @@ def row_wise_rmsprop(
         c_{i,t} &= \max(c, 1 - \min(1, \eta_t\, \lambda\, (t - p_i))) \\
         x_{ij,t} &= c_{i,t}\, x_{ij,t-1} - \eta_t\, \frac{g_{ij,t}}{\sqrt{v_{i,t}} + \epsilon}
 
-    where :math:`i` counts the rows, along the first axis, a row has :math:`d` elements, and
+    where :math:`i` is the row, an index of the first axis, a row has :math:`d` elements, and
     :math:`p_i` is the last update in which the row had a gradient (:math:`t - p_i` is 1 at its
-    first). A row that was not touched for long decays more when it is. There is no bias correction.
-    Rows without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
+    first). The decay of a row grows with the number of updates since its last one. There is no bias
+    correction. Rows without a gradient keep their parameters and slots (:func:`optzoo.rules.lazy`).
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -66,7 +66,7 @@ def row_wise_rmsprop(
         b2: :math:`\rho`, in [0, 1).
         eps: :math:`\epsilon`, at least 0.
         weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0.
-        min_shrinkage: :math:`c`, the least factor of a row, in [0, 1].
+        min_shrinkage: :math:`c`, the smallest factor of a row, in [0, 1].
 
     Raises:
         ValueError: if there is a decay and no params are given to ``update``.

@@ -69,7 +69,7 @@ def restart_sign_decay(
         \delta_k = \tfrac12 (1 + \cos \pi f), \qquad f = (P \min(k, N) \bmod N) / N
 
     and 0 where :math:`P \min(k, N) / N \ge Z`. If :math:`P` is an integer, the value returns to 1
-    at :math:`k = N` and is constant from then on, as in the original.
+    at :math:`k = N` and remains constant, as in the original.
 
     Example:
         >>> import optzoo

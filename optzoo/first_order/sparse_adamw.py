@@ -1,4 +1,4 @@
-"""Adam on touched rows, with a decoupled weight decay times the learning rate."""
+"""Adam on touched rows, with decoupled weight decay times the learning rate."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def sparse_adamw(
     weight_decay: float = 0.0,
     row_wise_bias_correction: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adam for embeddings, with a decay that follows the learning rate.
+    r"""Adam for embeddings, with decoupled weight decay times the learning rate.
 
     .. math::
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1)\, g_t \\
@@ -85,10 +85,10 @@ def sparse_adamw(
         x_t &= x_{t-1} - \eta_t \left( \frac{m_t / (1 - \beta_1^t)}
                {\sqrt{v_t / (1 - \beta_2^t)} + \epsilon} + \lambda\, x_{t-1} \right)
 
-    This is ``optax.adamw`` on the rows that have a gradient; the others keep their parameters and
-    slots (:func:`optzoo.rules.lazy`), but :math:`t` counts every update, unless
-    ``row_wise_bias_correction``: then it counts those of the row. (In :func:`optzoo.lazy_adam`,
-    which is TensorFlow's, :math:`\epsilon` is added before the bias is corrected.)
+    This is ``optax.adamw`` on the rows that have a gradient; other rows keep their parameters and
+    slots (:func:`optzoo.rules.lazy`). :math:`t` counts all updates, or those of the row with
+    ``row_wise_bias_correction``. (:func:`optzoo.lazy_adam`, which is TensorFlow's, adds
+    :math:`\epsilon` before the bias is corrected.)
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -114,8 +114,8 @@ def sparse_adamw(
         ValueError: if there is a decay and no params are given to ``update``.
 
     References:
-        ``EmbOptimType.ADAM`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_. It runs on GPUs
-        only, and no record of it exists: the formula is that of its source. Loshchilov and Hutter,
+        ``EmbOptimType.ADAM`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_. It needs a GPU and
+        was not run for comparison: the formula follows its source code. Loshchilov and Hutter,
         `Decoupled Weight Decay Regularization <https://arxiv.org/abs/1711.05101>`_, 2019.
     """
     direction = scale_by_sparse_adamw(b1, b2, eps, weight_decay, row_wise_bias_correction)

@@ -1,4 +1,4 @@
-"""From and to other libraries, each one imported at its first use."""
+"""Conversions from and to other libraries, each imported at its first use."""
 
 import importlib
 import typing

@@ -1,4 +1,4 @@
-"""States filled by the names of slots and parameters, from those of other libraries."""
+"""Fills states from those of other libraries, by the names of slots and parameters."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from ..state.types import LeafwiseState, ReplicaState, map_nodes, nodes_of
 
 
 class Source(NamedTuple):
-    """What another library has for one parameter."""
+    """The slots and counts that another library has for one parameter."""
 
-    slots: Mapping[str, Any]  # arrays by the names of the slots here
+    slots: Mapping[str, Any]  # arrays by the names of this library's slots
     count: int | None  # the number of its updates, if it is known
 
 
-# These begin at the parameters.
+# These are initialized from the parameters.
 _AVERAGES = (MovingAverageSlots, EMANesterovSlots)
-# What of optax counts updates beside its optimizers.
+# The states of optax that count updates, besides its optimizers.
 COUNTING = {
     optax.ScaleByScheduleState: "count",
     optax.InjectHyperparamsState: "count",
@@ -51,21 +51,21 @@ def fill_state(
 ) -> Any:
     """The state of ``tx`` with the slots, counts and powers of another state.
 
-    What has no slots there, such as the averages of a wrapper, is as ``tx.init`` makes it.
+    Parts without a counterpart, such as the averages of a wrapper, keep their initial values.
 
     Args:
         tx: an optimizer of this library or of optax, alone or in chains, masks and wrappers.
         params: the parameters, or their shapes and dtypes.
-        read: ``read(name, kind, node)`` gives what belongs to a parameter in a node of the initial
+        read: ``read(name, kind, node)`` returns the source of a parameter for a node of the initial
             state whose class, or class of slots, is ``kind``, or raises ``ValueError``.
-        known: the classes of slots, and of states of optax, that can be filled.
-        count: the number of updates of nodes whose sources have none.
-        finish: called at the end, gives further messages, such as what is left over.
-        error: begins the message of an error.
+        known: the classes of slots, and of optax's states, that can be filled.
+        count: the number of updates of nodes whose sources have no count.
+        finish: called at the end; returns further messages, such as unused sources.
+        error: the beginning of the error message.
 
     Raises:
         ValueError: if ``tx`` is a method for replicas, or if anything does not fit: the message
-            lists all of it.
+            lists all problems.
     """
     check_transformation(tx=tx)
     given, params = params, from_lines(params)
@@ -74,8 +74,8 @@ def fill_state(
 
     if nodes_of(ReplicaState, start):
         raise ValueError(
-            "tx is a method for replicas, which counts steps of its own: fill the state of the "
-            "optimizer in it"
+            "tx is a method for replicas, which has its own step counts: fill the state of its "
+            "inner optimizer"
         )
 
     def filled(node):
@@ -83,7 +83,9 @@ def fill_state(
             return node
         if kind not in known:
             names = ", ".join(sorted(k.__name__ for k in known))
-            problems.append(f"tx has {kind.__name__}, which cannot be filled; known are {names}")
+            problems.append(
+                f"tx has {kind.__name__}, which cannot be filled; the classes that can are {names}"
+            )
             return node
         found = dict[str, Source]()
         for name in {name: None for tree in trees_of(node).values() for name in _names(tree)}:
@@ -104,7 +106,7 @@ def fill_state(
 
 
 def kind_of(node: Any) -> type:
-    """The class of the slots of an optimizer, or that of a state of optax."""
+    """The class of the slots of an optimizer, or of a state of optax."""
     return type(node.slots) if isinstance(node, LeafwiseState) else type(node)
 
 
@@ -120,7 +122,7 @@ def _names(tree: Any) -> list[str]:
 
 
 def _counted(field: str, count: int, node: Any) -> Any:
-    """A node of optax with another count, which also the schedules in it have."""
+    """A node of optax with another count, also for the schedules in it."""
     node = node._replace(**{field: like(count, getattr(node, field))})
     if not isinstance(node, optax.InjectStatefulHyperparamsState):
         return node
@@ -131,29 +133,29 @@ def _counted(field: str, count: int, node: Any) -> Any:
 
 
 def only_count(counts: Iterable[int], given: int | None) -> int:
-    """The number of updates; 0 where neither the state nor the caller has one.
+    """The number of updates; 0 if neither the state nor the caller has one.
 
     Args:
-        counts: those of the state.
-        given: what the caller says, the argument ``count``.
+        counts: the counts of the state.
+        given: the argument ``count`` of the caller.
 
     Raises:
-        TypeError: if it is no int.
-        ValueError: if it is negative, or if the counts differ.
+        TypeError: if ``given`` is not an int.
+        ValueError: if ``given`` is negative, or if the counts differ.
     """
     found = {*counts}
     if given is not None:
         found.add(check_size(0, count=given))
     if len(found) > 1:
         raise ValueError(
-            f"the numbers of updates differ: {sorted(found)}; an optimizer has one for all of its "
+            f"the numbers of updates differ: {sorted(found)}; an optimizer has one number for all "
             "parameters"
         )
     return found.pop() if found else 0
 
 
 def _with(node: Any, found: Mapping[str, Source], count: int, problems: list[str]) -> Any:
-    """A node with what was found."""
+    """A node with the sources that were found."""
     try:
         counts = {s.count for s in found.values() if s.count is not None}
         number = only_count(counts, None) if counts else count
@@ -191,13 +193,13 @@ def _wrong(what: str, new: Any, old: Any) -> Iterator[str]:
 
 
 def like(new: Any, old: Any) -> Any:
-    """A copy of an array in the dtype of another one, and where that is."""
+    """A copy of an array, with the dtype and sharding of another one."""
     cast = saturating_cast if jnp.issubdtype(old.dtype, jnp.inexact) else jnp.asarray
     return where_it_was(jnp.array(cast(jnp.asarray(new), old.dtype)), old)
 
 
 def _power(name: str, base: Any, count: int) -> Any:
-    """``base ** (count + 1)``: the initial state has the base itself."""
+    """``base ** (count + 1)``, as the initial state has the base."""
     if not name.endswith("_power"):
         raise ValueError(f"tx has {name}, which another library's state does not have")
     return like(np.float64(base) ** (count + 1), base)

@@ -34,28 +34,29 @@ __all__ = ["for_fit", "keras_optimizer"]
 def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     """Any optimizer of Keras 3 (on the JAX backend) as an optax transformation.
 
-    Each update is Keras' own ``stateless_apply``, so clipping, weight decay, averages
-    (``use_ema``), ``gradient_accumulation_steps``, schedules and ``LossScaleOptimizer`` work as in
-    ``model.fit``. The update is ``new - old``, so it must be the last transformation of a chain.
+    Each update calls Keras' ``stateless_apply``, so clipping, weight decay, averages (``use_ema``),
+    ``gradient_accumulation_steps``, schedules and ``LossScaleOptimizer`` work as in ``model.fit``.
+    The update is ``new - old``, so it must be the last transformation of a chain.
 
-    The given optimizer serves as a template, by its ``get_config()``, and is never changed. Its
-    learning rate is not part of the state; it may be a number, a schedule of Keras or, unlike in
-    Keras, one of optax. ``update(..., learning_rate=x)`` overrides it for one update.
+    The given optimizer is copied by its ``get_config()`` and never changed. Its learning rate is
+    not part of the state; it may be a number, a Keras schedule or, unlike in Keras, an optax
+    schedule. ``update(..., learning_rate=x)`` overrides it for one update.
 
     Variables are named by the paths of the parameters, so
     ``optimizer.exclude_from_weight_decay(var_names=["bias"])``, ``exclude_layers`` of Muon and the
     patterns of ``OptimizerMap`` work. With ``use_ema`` the averages are
-    ``state.slots["model_variables_moving_average"]``; Keras replaces the parameters by them
-    at the end of ``fit``. With ``LossScaleOptimizer`` the gradients must be those of the
-    loss times ``state.variables["dynamic_scale"]``; with ``loss_scale_factor``, times that.
+    ``state.slots["model_variables_moving_average"]``; Keras replaces the parameters by them at the
+    end of ``fit``. The gradients must be those of the loss times
+    ``state.variables["dynamic_scale"]`` with ``LossScaleOptimizer``, and times
+    ``loss_scale_factor`` if it is set.
 
     Slots and variables have the names of the optimizer's attributes without a leading ``_``. Names
     of a wrapper's inner optimizer begin with ``inner_optimizer/``, those of ``MultiOptimizer`` with
     ``inner_optimizers/0/`` and so on.
 
     A row-sparse gradient becomes dense, as in Keras on JAX. A missing gradient leaves its parameter
-    and slots unchanged; if all are missing, the whole state is unchanged. Keras computes in the
-    dtype of the parameters: in 16 bits some of its optimizers give NaN (``docs/keras.md``).
+    and slots unchanged; if all are missing, the state is unchanged. Keras computes in the dtype of
+    the parameters: in 16 bits some of its optimizers give NaN (``docs/keras.md``).
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -67,14 +68,14 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         [-0.1  0.2]
 
     Args:
-        optimizer: an instance such as ``keras.optimizers.Adam(1e-3)``, not built yet.
+        optimizer: an instance such as ``keras.optimizers.Adam(1e-3)`` that is not yet built.
 
     Raises:
         ImportError: if Keras 3 is missing or does not run on JAX.
         TypeError: if ``optimizer`` is not a Keras optimizer.
-        ValueError: if it is already built for a model, excludes variables of a model from the
-            weight decay by ``var_list``, or has a setting that its ``get_config()`` does not
-            return; in ``update``, if no params are given.
+        ValueError: if ``optimizer`` is already built for a model, excludes variables of a model
+            from the weight decay by ``var_list``, or has a setting that its ``get_config()`` does
+            not return; in ``update``, if no params are given.
 
     References:
         `keras.io/api/optimizers <https://keras.io/api/optimizers>`_; the original is RETURNN's
@@ -87,7 +88,7 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         xs, treedef = jax.tree.flatten(params)
         names = [path_name(path) for path, _ in leaves_with_path(params)]
         built, probe = _build(new(), names, xs), _probe(new())
-        # All names, whatever the parameters are, so that optax.tree.map_params finds them.
+        # All names, for any parameters, so that optax.tree.map_params finds them.
         variables = {k: jnp.array(v.value) for k, v in (probe.variables | built.variables).items()}
         put = lambda x, v: optax.MaskedNode() if v is None else _placed_like(x, v.value)
         slots = {name: [None] * len(xs) for name in probe.slots} | built.slots
@@ -102,7 +103,7 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
             return updates, state
         return apply(map_rows(SparseRows.to_dense, updates), state, params, learning_rate)
 
-    @jax.jit  # outside of any jit the optimizer would be built anew each time
+    @jax.jit  # outside jit the optimizer would be rebuilt at each call
     def apply(updates, state, params, rate):
         gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
         paths = leaves_with_path(updates, is_leaf=is_sparse_or_none)
@@ -128,18 +129,18 @@ def for_fit(
 
     Each step of ``fit`` is one ``tx.update`` with dense gradients and ``optax.apply_updates``. The
     parameters are a dict of the trainable variables by their paths, such as
-    ``"sequential/dense/kernel"``, which patterns match. The state is one variable of Keras for each
-    array, made when Keras builds the optimizer: at the first ``fit``, or by
-    ``optimizer.build(model.trainable_variables)``. So ``model.save_weights``, ``ModelCheckpoint``
-    and ``keras.distribution`` have it. ``optimizer.params`` and ``optimizer.state`` are its present
-    values, between epochs and in callbacks at the end of one.
+    ``"sequential/dense/kernel"``, to which patterns apply. Each array of the state is a Keras
+    variable, created when Keras builds the optimizer: at the first ``fit``, or by
+    ``optimizer.build(model.trainable_variables)``. ``model.save_weights``, ``ModelCheckpoint`` and
+    ``keras.distribution`` include these variables. ``optimizer.params`` and ``optimizer.state``
+    return the current values, between epochs and in callbacks at the end of an epoch.
 
-    Keras on JAX has dense gradients for embeddings, too: in ``fit`` an optimizer of this library is
-    never given rows, and a lazy one decays all of them. To train tables by rows use
-    :func:`optzoo.minimize` with ``model.stateless_call`` (``docs/keras.md``).
+    Keras on JAX has dense gradients, also for embeddings: in ``fit`` an optimizer never receives
+    rows, and a lazy optimizer updates all rows. To train tables by rows use :func:`optzoo.minimize`
+    with ``model.stateless_call`` (``docs/keras.md``).
 
-    With averages (:func:`optzoo.moving_average`) ``fit`` ends with the parameters that are
-    trained; ``optimizer.assign_eval_params()`` writes the averages into the model.
+    With averages (:func:`optzoo.moving_average`) the model has the trained parameters after
+    ``fit``; ``optimizer.assign_eval_params()`` writes the averages into the model.
 
     Example:
         >>> import os; os.environ["KERAS_BACKEND"] = "jax"
@@ -155,19 +156,19 @@ def for_fit(
         tx: a transformation, or a name or config of :func:`optzoo.create`. With a config of plain
             values the model can be saved as a ``.keras`` file, and is loaded after ``import
             optzoo.interop.keras_fit``.
-        learning_rate: a number or a schedule of Keras, in place of the rate of ``tx``: callbacks
-            such as ``ReduceLROnPlateau`` then read and set it. By default it is the number in the
-            config, or the default of its class; that of a transformation is hidden from Keras.
-        loss_scale_factor: as in all optimizers of Keras. ``LossScaleOptimizer`` may be around, too.
+        learning_rate: a number or a Keras schedule, which replaces the rate of ``tx``: callbacks
+            such as ``ReduceLROnPlateau`` can then read and set it. The default is the number in the
+            config, or the default of its class; Keras cannot access the rate of a transformation.
+        loss_scale_factor: as in all Keras optimizers. ``LossScaleOptimizer`` may also be used.
         name: the name of the optimizer.
 
     Raises:
         ImportError: if Keras 3 is missing or does not run on JAX.
-        TypeError: if ``tx`` or ``learning_rate`` is none of these.
+        TypeError: if ``tx`` or ``learning_rate`` is of another type.
         ValueError: if ``fit`` cannot use ``tx``: its update needs further arguments such as
-            ``value``, it is a method for replicas or that of :func:`optzoo.caught_up`, or nothing
-            in it reads ``learning_rate``; when Keras saves a model as a ``.keras`` file, if ``tx``
-            is no config of plain values.
+            ``value``, it is a method for replicas or :func:`optzoo.caught_up`, or nothing in it
+            reads ``learning_rate``; when Keras saves a model as a ``.keras`` file, if ``tx`` is not
+            a config of plain values.
 
     References:
         ``keras.optimizers.Optimizer`` of `Keras <https://keras.io/api/optimizers>`_.
@@ -181,8 +182,8 @@ class _Built:
     """A Keras optimizer built for some parameters, and its variables by name.
 
     Attributes:
-        variables: of the optimizer as a whole.
-        slots: for each name a list like the parameters, with None for one without this slot.
+        variables: the variables of the whole optimizer.
+        slots: for each name a list like the parameters, with None for those without this slot.
     """
 
     def __init__(self, optimizer: Any, refs: list[Any]):
@@ -229,7 +230,7 @@ class _Built:
 
 
 def _maker(optimizer: Any) -> Callable[[], Any]:
-    """A function that returns new optimizers with the present settings of this one."""
+    """A function that returns new optimizers with the current settings of this one."""
     rate = getattr(optimizer, "_learning_rate", None)
     twin = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
@@ -254,7 +255,7 @@ def _maker(optimizer: Any) -> Callable[[], Any]:
 
 
 def _check_same_settings(optimizer: Any, made: Any) -> None:
-    """Raises ``ValueError`` if a copy has another setting, which the config does not hold."""
+    """Raises ``ValueError`` if a copy differs in a setting that the config does not contain."""
     plain = (bool, int, float, complex, str, tuple, type(None))
     for (_, ours), (_, other) in zip(_walk(optimizer), _walk(made), strict=True):
         for name, value in vars(ours).items():
@@ -268,7 +269,7 @@ def _check_same_settings(optimizer: Any, made: Any) -> None:
 
 
 def _schedule(rate: Callable[..., Any]) -> Any:
-    """A schedule of optax as one of Keras; a function without arguments is unchanged."""
+    """An optax schedule as a Keras schedule; a function without arguments is unchanged."""
     kind = import_keras().optimizers.schedules.LearningRateSchedule
     if isinstance(rate, kind) or not inspect.signature(rate).parameters:
         return rate
@@ -277,7 +278,7 @@ def _schedule(rate: Callable[..., Any]) -> Any:
 
 
 def _build(optimizer: Any, names: list[str], xs: list[Any]) -> _Built:
-    """The optimizer built for parameters of these names."""
+    """The optimizer, built for parameters with these names."""
     with _keras_context():
         refs = list(map(_variable, names, xs))
         optimizer.build(refs)
@@ -285,7 +286,7 @@ def _build(optimizer: Any, names: list[str], xs: list[Any]) -> _Built:
 
 
 def _probe(optimizer: Any) -> _Built:
-    """The optimizer and its inner ones built for parameters of several ranks, to find all names."""
+    """The optimizer and its inner ones, built for parameters of several ranks to find all names."""
     with _keras_context():
         refs = [_variable(f"rank{ndim}", jnp.zeros((1,) * ndim)) for ndim in range(3)]
         for _, part in _walk(optimizer):
@@ -318,7 +319,7 @@ def _walk(optimizer: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _are_slots(attribute: str, value: Any, refs: list[Any], variable: type) -> bool:
-    """Whether an attribute of a Keras optimizer holds a variable for each parameter, or None."""
+    """Whether an attribute of a Keras optimizer is a list of a variable or None per parameter."""
     if attribute in ("_variables", "_trainable_variables") or not isinstance(value, list):
         return False
     kinds = {isinstance(v, variable) for v in value if v is not None}
@@ -332,7 +333,7 @@ def _placed_like(x: Any, value: Array) -> Array:
 
 @contextlib.contextmanager
 def _keras_context() -> Iterator[None]:
-    """Keras relies on rank promotion, and gives warnings that do not matter here."""
+    """Allows rank promotion, which Keras uses, and suppresses irrelevant warnings of Keras."""
     with jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Gradients do not exist for variables")
         warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy")
@@ -347,13 +348,13 @@ def _check(optimizer: Any) -> None:
     for _, part in _walk(optimizer):
         if part.built:
             raise ValueError(
-                f"optimizer {part.name!r} is already built for a model; pass a new one: "
+                f"optimizer {part.name!r} is already built for a model; pass a new one, "
                 "type(optimizer).from_config(optimizer.get_config())"
             )
         if getattr(part, "_exclude_from_weight_decay", None):
             raise ValueError(
                 f"optimizer {part.name!r} excludes variables of a model from the weight decay, "
-                "which are not the parameters here: call "
+                "but the parameters are not Keras variables: call "
                 "exclude_from_weight_decay(var_names=[...]) with parts of names instead of "
                 "var_list"
             )
@@ -378,7 +379,7 @@ def nadam_keras(
     b2: float = 0.999,
     eps: float = 1e-7,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keras' Nadam, with its schedule of the momentum; needs ``keras``.
+    """Keras' Nadam, with its momentum schedule; needs ``keras``.
 
     References:
         ``keras.optimizers.Nadam`` of `Keras <https://keras.io/api/optimizers/Nadam>`_; Dozat,
@@ -394,7 +395,7 @@ add_name("nadam_keras", nadam_keras, "keras.optimizers.Nadam")
 
 
 def _factories() -> dict[str, Callable[..., optax.GradientTransformationExtraArgs]]:
-    """A factory for each optimizer of the installed Keras that plain arguments describe."""
+    """A factory for each optimizer of the installed Keras that has only plain arguments."""
     optimizers = import_keras().optimizers
     return {
         f"keras.optimizers.{name}": _factory(kind)
@@ -426,20 +427,22 @@ def _is_kind(kind: Any, base: type) -> bool:
 
 
 def _schedule_of_config(config: Mapping[str, Any]) -> Any:
-    """A schedule of Keras from its config, of which nothing is imported."""
+    """A Keras schedule from its config, without importing from paths in the config."""
     schedules, name = import_keras().optimizers.schedules, config["class_name"]
     kind: Any = getattr(schedules, name, None)
     if not _is_kind(kind, schedules.LearningRateSchedule):
-        raise ValueError(f"learning_rate: Keras has no schedule {name!r}; give the schedule itself")
+        raise ValueError(f"learning_rate: Keras has no schedule {name!r}; give the schedule object")
     return kind.from_config(dict(config["config"]))
 
 
 def _inner_of_config(config: Mapping[str, Any]) -> Any:
-    """An optimizer of Keras from its config, of which nothing is imported."""
+    """A Keras optimizer from its config, without importing from paths in the config."""
     optimizers, name = import_keras().optimizers, config["class_name"]
     kind: Any = getattr(optimizers, name, None)
     if not _is_kind(kind, optimizers.Optimizer):
-        raise ValueError(f"inner_optimizer: Keras has no optimizer {name!r}; give it itself")
+        raise ValueError(
+            f"inner_optimizer: Keras has no optimizer {name!r}; give the optimizer object"
+        )
     given = dict(config["config"])
     if isinstance(given.get("learning_rate"), Mapping):
         given["learning_rate"] = _schedule_of_config(given["learning_rate"])

@@ -31,7 +31,7 @@ from .keras_import import import_keras
 keras = import_keras()
 _Base: Any = keras.optimizers.Optimizer
 
-# What is in the place of an argument of Keras' optimizers.
+# The alternatives to arguments of Keras' optimizers.
 _INSTEAD = {
     "clipnorm": "put optzoo.transforms.clip_by_norm before it in an optax.chain",
     "clipvalue": "put optax.clip before it in an optax.chain",
@@ -42,19 +42,19 @@ _INSTEAD = {
     "ema_overwrite_frequency": "use optzoo.moving_average",
     "gradient_accumulation_steps": "use optzoo.accumulate",
 }
-# What a transformation is tried with before the variables of the model are known.
+# The sample with which a transformation is checked before the model's variables are known.
 _SAMPLE = {"kernel": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
 
 
 class _Refused(ValueError):
-    """Raised for a transformation that ``fit`` cannot use, whatever the model is."""
+    """Raised for a transformation that ``fit`` cannot use with any model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
     """A transformation, and the config from which it was made.
 
-    Keras would take an attribute that is a named tuple apart, and make another of its parts.
+    It is not a named tuple, as Keras would rebuild attributes that are named tuples.
     """
 
     tx: Optimizer
@@ -62,7 +62,7 @@ class _Program:
 
     @classmethod
     def of(cls, given: Any, rate: Any) -> tuple[_Program, Any]:
-        """The same, and the rate that Keras sees: that which is given, or that of the config."""
+        """The program, and the rate for Keras: the given rate, or that of the config."""
         if not isinstance(given, str | Mapping):
             check_transformation(tx=given)
             return cls(fitting(given), None), rate
@@ -76,9 +76,9 @@ class _Program:
         return cls(tx, given), rate
 
     def check(self, params: Any, has_rate: bool) -> bool:
-        """Whether an update needs a global step; raises what is wrong with it in ``fit``.
+        """Whether an update needs a global step; raises an error if ``fit`` cannot use it.
 
-        It is traced, and nothing is computed.
+        The update is traced, without any computation.
         """
 
         def update(params, state, given, rate):
@@ -93,8 +93,8 @@ class _Program:
             state = jax.eval_shape(self.tx.init, params)
             if nodes_of(ReplicaState, state):
                 raise _Refused(
-                    "tx is a method for replicas, and fit has one model: give its inner "
-                    "optimizer, or use optzoo.replicas in a loop of your own"
+                    "tx is a method for replicas, but fit has one model: give its inner "
+                    "optimizer, or use optzoo.replicas in a custom training loop"
                 )
             try:
                 jax.eval_shape(update, params, state, {}, rate)
@@ -111,29 +111,32 @@ class _Program:
 
     @staticmethod
     def _reason(error: Exception) -> str | None:
-        """Why ``fit`` can never use a transformation that raises this error."""
+        """The reason why ``fit`` can never use a transformation that raises this error, or None."""
         text = str(error)
         if missing := re.findall(r"required keyword-only arguments?: (.*)", text):
             return (
-                f"the update of tx needs {missing[0]}, which fit does not give: use "
-                "optzoo.minimize or a loop of your own"
+                f"the update of tx needs {missing[0]}, which fit does not pass: use "
+                "optzoo.minimize or a custom training loop"
             )
         if "reads 'learning_rate'" in text:
             return (
-                "learning_rate is given, but nothing in tx reads it: leave it out, or let "
-                "optzoo.transforms.scale_by_learning_rate be the last of an optax.chain"
+                "learning_rate is given, but nothing in tx reads it: leave it out, or put "
+                "optzoo.transforms.scale_by_learning_rate last in an optax.chain"
             )
         if isinstance(error, NameError) and "axis name" in text:
-            return f"tx averages over replicas ({text}), and fit has one model: give its inner one"
+            return (
+                f"tx averages over replicas ({text}), but fit has one model: give its inner "
+                "optimizer"
+            )
         return None
 
 
 @keras.saving.register_keras_serializable("optzoo")
 class FitOptimizer(_Base):
-    """What :func:`optzoo.interop.keras.for_fit` returns.
+    """The optimizer that :func:`optzoo.interop.keras.for_fit` returns.
 
-    The parameters of the transformation are the trainable variables, by their paths and in their
-    order. Each array of its state is a variable of this optimizer.
+    The parameters of the transformation are the trainable variables, by path and in their order.
+    Each array of its state is a variable of this optimizer.
     """
 
     def __init__(
@@ -145,7 +148,9 @@ class FitOptimizer(_Base):
         **kwargs: Any,
     ):
         for argument, value in kwargs.items():
-            fix = _INSTEAD.get(argument, "it takes learning_rate, loss_scale_factor and name")
+            fix = _INSTEAD.get(
+                argument, "its arguments are learning_rate, loss_scale_factor and name"
+            )
             raise TypeError(f"for_fit has no argument {argument!r}, got {value!r}: {fix}")
         program, rate = _Program.of(optimizer, _checked_rate(learning_rate))
         super().__init__(_NoRate() if rate is None else rate, name=name)
@@ -153,8 +158,8 @@ class FitOptimizer(_Base):
         self._program = program
         if about_of(program.tx).deferred is not None:
             raise ValueError(
-                "tx is that of optzoo.caught_up, whose rows are deferred until a loss looks them "
-                "up, and the gradients of fit are dense: give the transformation inside of it"
+                "tx is optzoo.caught_up, which defers rows until a loss looks them up, but the "
+                "gradients of fit are dense: give its inner transformation"
             )
         try:
             program.check(_SAMPLE, self._has_rate())
@@ -164,7 +169,7 @@ class FitOptimizer(_Base):
             return
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes the state, as Keras does before the first step."""
+        """Creates the state, as Keras does before the first step."""
         if self.built:
             return
         super().build(variables)
@@ -173,7 +178,8 @@ class FitOptimizer(_Base):
         self._names = [v.path for v in variables if not written(v)]
         if twice := [name for name, n in collections.Counter(self._names).items() if n > 1]:
             raise ValueError(
-                f"two variables of the model have the path {twice[0]!r}: give their layers names"
+                f"two variables of the model have the path {twice[0]!r}: give their layers "
+                "different names"
             )
         with jax.numpy_rank_promotion("allow"):
             self._needs_step = self._program.check(self.params, self._has_rate())
@@ -188,20 +194,20 @@ class FitOptimizer(_Base):
 
     @property
     def params(self) -> dict[str, Any]:
-        """The present values of the trainable variables, by their paths."""
+        """The current values of the trainable variables, by path."""
         by_path = {v.path: v.value for v in self._trainable_variables}
         return {name: by_path[name] for name in self._names}
 
     @property
     def state(self) -> Any:
-        """The present state of the transformation."""
+        """The current state of the transformation."""
         pairs = zip(self._of_state, self._keys, strict=True)
         return self._treedef.unflatten(wrap(v.value) for v, wrap in pairs)
 
     def assign_eval_params(self) -> None:
-        """Writes the parameters to evaluate into the model: averages, where the state has them.
+        """Writes the parameters for evaluation into the model: averages, if the state has them.
 
-        They are those of :func:`optzoo.eval_params`. Training would continue from them.
+        They are those of :func:`optzoo.eval_params`. Further training would start from them.
         """
         self._assign_params(eval_params(self.params, self.state))
 
@@ -220,12 +226,12 @@ class FitOptimizer(_Base):
         """The config, if the optimizer was made from one; raises ``ValueError`` otherwise."""
         try:
             if self._program.config is None:
-                raise TypeError("it was made from a transformation")
+                raise TypeError("which was made from a transformation")
             config = json.loads(json.dumps(self._program.config))
         except TypeError as error:
             raise ValueError(
-                f"this optimizer has no config to be saved, {error}: give for_fit a config of "
-                "optzoo.create with plain values, or save by model.save_weights"
+                f"this optimizer has no config that can be saved, {error}: give for_fit a config "
+                "of optzoo.create with plain values, or save with model.save_weights"
             ) from error
         return {
             "optimizer": config,
@@ -235,7 +241,7 @@ class FitOptimizer(_Base):
         }
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Any) -> None:
-        """Keras' hook for the update of the variables that have gradients."""
+        """Keras' hook that updates the variables that have gradients."""
         given = {v.path: g for v, g in zip(trainable_variables, grads, strict=True)}
         params, tx = self.params, self._program.tx
         gradients = {name: given.get(name) for name in params}
@@ -262,7 +268,7 @@ class FitOptimizer(_Base):
                 v.assign(params[v.path])
 
     def _add(self, path: Any, leaf: Any) -> Any:
-        """A variable of the state, with a copy of its first value, because Keras donates it."""
+        """A variable of the state, with a copy of its initial value, because Keras donates it."""
         value = _data(leaf)
         name = jax.tree_util.keystr(path, simple=True, separator="_") or "state"
         return self.add_variable(
@@ -274,27 +280,27 @@ class FitOptimizer(_Base):
         )
 
     def _shardings(self) -> Any:
-        """The shardings of the state by those of the variables, if the model is distributed."""
+        """The shardings of the state, from those of the variables, if the model is distributed."""
         if keras.distribution.distribution() is None:
             return None
         return state_sharding(self._program.tx, self.params)
 
 
 class _Ranks:
-    """The order of the arrays of a state in which parameters are in the order of the model.
+    """The order of the arrays of a state, with parameters in the order of the model.
 
-    Files have the arrays by number. JAX sorts by names, and those that Keras gives to layers, such
-    as ``dense_9`` and ``dense_10``, differ between processes.
+    Files store the arrays by number. JAX sorts by name, but the names that Keras generates for
+    layers, such as ``dense_9`` and ``dense_10``, differ between processes.
 
     Args:
-        positions: those of the parameters, by name.
+        positions: the positions of the parameters, by name.
     """
 
     def __init__(self, positions: Mapping[Any, int]):
         self.positions, self.seen = positions, dict[Any, int]()
 
     def of(self, path: Sequence[Any]) -> list[int]:
-        """What a path is sorted by; paths must come in the order of JAX."""
+        """The sort key of a path; paths must be passed in the order of JAX."""
         return [self._of_step(path[:i], step) for i, step in enumerate(path)]
 
     def _of_step(self, before: Any, step: Any) -> int:
@@ -303,29 +309,29 @@ class _Ranks:
 
 
 class _NoRate:
-    """Stands for the rate of a transformation that has its own."""
+    """A placeholder for the rate of a transformation that has its own rate."""
 
     def __call__(self) -> Any:
         raise AttributeError(
-            "the learning rate is inside of the transformation: to read and set it, give "
+            "the learning rate is inside the transformation: to read and set it, use "
             "for_fit(..., learning_rate=0.001)"
         )
 
 
 def _checked_rate(rate: Any) -> Any:
-    """A learning rate as Keras takes it: a float, a schedule of Keras or None."""
+    """A learning rate for Keras: a float, a Keras schedule or None."""
     if rate is None or isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         return rate
     if callable(rate) or isinstance(rate, str | Mapping):
         raise TypeError(
-            f"learning_rate must be a number or a schedule of Keras, got {rate!r}: give a "
-            "schedule of optax to the transformation itself"
+            f"learning_rate must be a number or a Keras schedule, got {rate!r}: give an optax "
+            "schedule to the transformation instead"
         )
     return float(rate)
 
 
 def _default_rate(config: Mapping[str, Any]) -> Any:
-    """The learning rate of the original class, if the config names one that has it."""
+    """The default learning rate of the original class that the config names, or None."""
     if "class" not in config:
         return None
     parameter = inspect.signature(factory_of(config["class"])).parameters.get("learning_rate")
@@ -338,7 +344,7 @@ def _data(leaf: Any) -> Any:
 
 
 def _wrap_key(leaf: Any) -> Any:
-    """A function that turns what Keras stores into such an array of the state."""
+    """A function that converts the value that Keras stores into an array of the state."""
     if not has_keys(leaf.dtype):
         return lambda value: value
     return functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(leaf))

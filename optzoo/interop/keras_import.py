@@ -13,13 +13,13 @@ _HINT = (
 
 @functools.cache
 def import_keras() -> ModuleType:
-    """Keras 3 on JAX, or an ``ImportError`` that states what to do."""
+    """Keras 3 on JAX, or an ``ImportError`` with instructions."""
     try:
         import keras
     except ImportError as error:
-        raise ImportError(f"optimizers of Keras need Keras 3 on JAX: {_HINT}") from error
+        raise ImportError(f"Keras optimizers need Keras 3 on JAX: {_HINT}") from error
     if keras.config.backend() != "jax":
         raise ImportError(
-            f"optimizers of Keras need Keras 3 on JAX, not on {keras.config.backend()}: {_HINT}"
+            f"Keras optimizers need Keras 3 on JAX, not on {keras.config.backend()}: {_HINT}"
         )
     return keras

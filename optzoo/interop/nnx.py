@@ -21,9 +21,11 @@ from ..train.minimize import minimize
 try:
     from flax import nnx
 except ImportError as error:
-    raise ImportError(f"this needs Flax: {how_to_install('flax')}") from error
+    raise ImportError(
+        f"optzoo's functions for Flax NNX need Flax: {how_to_install('flax')}"
+    ) from error
 
-# Values in the place of variables. Before Flax 0.12.7 it has another name.
+# Values instead of variables. Before Flax 0.12.7 the function has another name.
 as_pure = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
 
 
@@ -38,9 +40,9 @@ def nnx_minimize(
     """A compiled train step for a module and an optimizer of Flax NNX.
 
     The step is that of :func:`optzoo.minimize`: gradients of tables are SparseRows, and parameters
-    and slots are updated in place. It changes the module and the optimizer as ``nnx.jit`` would:
-    the parameters, batch statistics, random keys and counts, and the same of other objects in the
-    batch, such as ``nnx.Metric``.
+    and slots are updated in place. It changes the module, the optimizer and other objects in the
+    batch, such as ``nnx.Metric``, as ``nnx.jit`` would: parameters, batch statistics, random keys
+    and counts.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -55,7 +57,7 @@ def nnx_minimize(
 
     Args:
         loss_fn: ``loss_fn(model, *batch)`` returns a scalar, or ``(scalar, aux)``.
-        has_aux: whether ``loss_fn`` returns auxiliary data too.
+        has_aux: whether ``loss_fn`` also returns auxiliary data.
         sparse: as in :func:`optzoo.minimize`; patterns match paths such as
             ``"layers/0/embedding"``.
         min_rows: as in :func:`optzoo.minimize`.
@@ -63,15 +65,16 @@ def nnx_minimize(
 
     Raises:
         ImportError: if Flax is missing.
-        TypeError: as :func:`optzoo.minimize`; in the step, if ``model`` is no module or
-            ``optimizer`` no ``nnx.Optimizer``; at trace time, if a parameter has no gradient.
-        ValueError: as :func:`optzoo.minimize`; at trace time, if the loss assigns to a parameter
-            or deletes a variable.
+        TypeError: as :func:`optzoo.minimize`; in the step, if ``model`` is not a module or
+            ``optimizer`` is not an ``nnx.Optimizer``; at trace time, if a parameter has no
+            gradient.
+        ValueError: as :func:`optzoo.minimize`; at trace time, if the loss assigns to a parameter or
+            deletes a variable.
 
     Returns:
-        ``step(model, optimizer, *batch, **extra_args) -> loss``, or ``(loss, aux)`` if ``has_aux``.
-        ``optimizer.wrt`` says which variables are parameters. The extra args go to the update, as
-        those of ``optimizer.update``.
+        A function ``step(model, optimizer, *batch, **extra_args) -> loss``, or ``(loss, aux)`` if
+        ``has_aux``. ``optimizer.wrt`` selects the variables that are parameters. The extra args are
+        passed to the update, as those of ``optimizer.update``.
     """
     check_flags(has_aux=has_aux)
 
@@ -115,9 +118,9 @@ def nnx_minimize(
 def nnx_split(model: Any, optimizer: Any) -> tuple[Any, Any]:
     """The parameters and the state of an optimizer of Flax NNX, as arrays without variables.
 
-    Functions of ``params`` and ``state`` take them: :func:`optzoo.eval_params`,
-    :func:`optzoo.growing.resize_table`, :func:`optzoo.rows.catch_up`, :func:`optzoo.get_slot`.
-    :func:`optzoo.nnx_update` writes new ones back.
+    Pass them to functions of ``params`` and ``state``, such as :func:`optzoo.eval_params`,
+    :func:`optzoo.growing.resize_table`, :func:`optzoo.rows.catch_up` and :func:`optzoo.get_slot`;
+    :func:`optzoo.nnx_update` writes the results back.
 
     Example:
         >>> import optzoo
@@ -130,19 +133,19 @@ def nnx_split(model: Any, optimizer: Any) -> tuple[Any, Any]:
 
     Args:
         model: the module.
-        optimizer: the ``nnx.Optimizer``. Its ``wrt`` says which variables are parameters.
+        optimizer: the ``nnx.Optimizer``. Its ``wrt`` selects the variables that are parameters.
 
     Raises:
-        TypeError: if ``model`` is no module or ``optimizer`` no ``nnx.Optimizer``.
+        TypeError: if ``model`` is not a module or ``optimizer`` is not an ``nnx.Optimizer``.
     """
     _check(model, optimizer)
     return as_pure(nnx.state(model, optimizer.wrt)), as_pure(optimizer.opt_state)
 
 
 def nnx_update(model: Any, optimizer: Any, params: Any, state: Any) -> None:
-    """Sets the parameters and the state of an optimizer of Flax NNX: :func:`nnx_split` reversed.
+    """Sets parameters and state of an optimizer of Flax NNX, the inverse of :func:`nnx_split`.
 
-    Arrays may have other shapes than before, such as those of a table with more rows.
+    Arrays may have new shapes, for example those of a table with more rows.
 
     Example:
         >>> import optzoo
@@ -158,19 +161,19 @@ def nnx_update(model: Any, optimizer: Any, params: Any, state: Any) -> None:
     Args:
         model: the module.
         optimizer: the ``nnx.Optimizer``.
-        params: as from ``nnx_split``.
-        state: as from ``nnx_split``.
+        params: the parameters, as returned by ``nnx_split``.
+        state: the state, as returned by ``nnx_split``.
 
     Raises:
         TypeError: as ``nnx_split``.
-        StateError: if parameters or state have another structure. Nothing is set then.
+        StateError: if parameters or state have another structure; nothing is then set.
     """
     for name, old, new in zip(
         ("params", "state"), nnx_split(model, optimizer), (params, state), strict=True
     ):
         if jax.tree.structure(new) != jax.tree.structure(old):
             raise StateError(
-                f"{name} must have the structure that optzoo.nnx_split(model, optimizer) gives"
+                f"{name} must have the structure that optzoo.nnx_split(model, optimizer) returns"
             )
     nnx.update(model, params)
     _set_values(optimizer.opt_state, state)
@@ -178,7 +181,7 @@ def nnx_update(model: Any, optimizer: Any, params: Any, state: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _OfModel:
-    """A filter: the parameters of the first of ``(model, objects)``."""
+    """A filter for the parameters of ``model`` in ``(model, objects)``."""
 
     is_param: Callable[..., bool]
 
@@ -188,7 +191,7 @@ class _OfModel:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """All of a model and its batch that is not an array."""
+    """The parts of a model and its batch that are not arrays."""
 
     graphdef: Any
     where: _OfModel
@@ -200,31 +203,33 @@ class _Layout:
         return nnx.merge(self.graphdef, nnx.State({0: params}), others, copy=True)
 
     def batch(self, objects: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        """The batch as it was given."""
+        """The batch as it was passed."""
         leaves = {True: iter(objects), False: iter(arrays)}
         return self.treedef.unflatten([next(leaves[x]) for x in self.is_object])
 
     def others_after(self, params: Any, others: Any, model: Any, objects: Any) -> Any:
-        """The variables that are no parameters, after the loss; raises ``ValueError``."""
+        """The variables other than parameters, after the loss; raises ``ValueError``."""
         _, params_after, others_after = nnx.split((model, objects), self.where, ...)
         after = jax.tree.leaves(as_pure(params_after))
         for (path, x), y in zip(leaves_with_path(params), after, strict=True):
             if x is not y:
                 raise ValueError(
-                    f"the loss assigns to parameter '{path_name(path)}', but the optimizer updates "
-                    "it: assign to it outside of the step, or leave it out of the optimizer's wrt"
+                    f"the loss assigns to parameter '{path_name(path)}', but the optimizer "
+                    "updates it: assign to it outside the step, or exclude it from the "
+                    "optimizer's wrt"
                 )
         paths = [set(nnx.to_flat_state(state).paths) for state in (others, others_after)]
         if gone := paths[0] - paths[1]:
             name = "/".join(map(str, min(gone, key=str)[1:]))
             raise ValueError(
-                f"the loss deletes variable '{name}', but a step keeps all: delete it outside"
+                f"the loss deletes variable '{name}', which a step does not support: delete it "
+                "outside the step"
             )
         return others_after
 
 
 def _set_values(variables: Any, tree: Any) -> None:
-    """Sets variables to the values at their places; ``nnx.update`` would take trees apart."""
+    """Sets variables to the values at the same positions; ``nnx.update`` would split trees."""
     leaves, treedef = jax.tree.flatten(variables, is_leaf=_is_object)
     for variable, value in zip(leaves, treedef.flatten_up_to(tree), strict=True):
         variable.set_value(value)
@@ -237,8 +242,8 @@ def _is_object(x: Any) -> bool:
 def _check(model: Any, optimizer: Any) -> None:
     if not isinstance(model, nnx.Pytree):
         raise TypeError(
-            f"model must be a module of Flax NNX, not a {type(model).__name__}: a step of "
-            "optzoo.minimize takes parameters"
+            f"model must be a module of Flax NNX, not a {type(model).__name__}: use "
+            "optzoo.minimize for a dict of parameters"
         )
     if not isinstance(optimizer, nnx.Optimizer):
         raise TypeError(

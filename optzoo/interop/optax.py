@@ -22,11 +22,11 @@ __all__ = ["from_optax", "to_optax"]
 def from_optax(
     optax_state: Any, tx: optax.GradientTransformation, params: Any, *, count: int | None = None
 ) -> Any:
-    """The state of an optimizer of this library that continues the run of one of optax.
+    """Converts a state of optax to a state of ``tx``, to continue the run with this library.
 
     Slots are found by the classes of optax's states (``ScaleByAdamState``, ``TraceState``, ...) in
-    chains, masks, partitions, ``inject_hyperparams`` and ``MultiSteps``. A state does not show the
-    arguments of its optimizer: ``docs/from_optax_and_torch.md`` says which ones make both runs
+    chains, masks, partitions, ``inject_hyperparams`` and ``MultiSteps``. A state does not contain
+    the arguments of its optimizer: ``docs/from_optax_and_torch.md`` lists those that make both runs
     equal.
 
     Example:
@@ -40,22 +40,22 @@ def from_optax(
         [ 0.1 -0.2]
 
     Args:
-        optax_state: the state after any number of updates; within ``MultiSteps`` at the end of a
+        optax_state: the state after any number of updates; with ``MultiSteps``, at the end of a
             cycle.
         tx: the optimizer, alone or in chains, masks, groups and wrappers.
         params: the parameters, or their shapes and dtypes (``jax.ShapeDtypeStruct``).
-        count: the number of updates made so far, where ``optax_state`` does not count them; None
-            for 0. A schedule of ``tx`` continues from it.
+        count: the number of updates so far, if ``optax_state`` does not count them; None for 0. A
+            schedule of ``tx`` continues from it.
 
     Returns:
-        The state. Slots are copied, and converted to the dtypes that it keeps them in. What optax
-        does not have, such as an average of the parameters, is as ``tx.init`` makes it.
+        The state. Slots are copied and converted to the dtypes of ``tx``. Parts that optax does not
+        have, such as an average of the parameters, keep the values of ``tx.init``.
 
     Raises:
-        TypeError: if ``tx`` is no transformation, or ``count`` no int.
-        ValueError: if ``optax_state`` has a class that is not known, if a parameter has no state of
-            the class that belongs to ``tx``, or several, if anything is left over, of another shape
-            or dtype, or if the numbers of updates differ: the message lists what is found.
+        TypeError: if ``tx`` is not a transformation, or ``count`` is not an int.
+        ValueError: if ``optax_state`` has an unknown class, if a parameter does not have exactly
+            one state of the class that ``tx`` needs, if anything is left over, of another shape or
+            dtype, or if the numbers of updates differ: the message lists all problems.
     """
     found, counts = read_states(optax_state)
     state = _filled(tx, params, found, only_count(counts, count), "optax_state does not fit tx")
@@ -70,7 +70,7 @@ def from_optax(
 
 
 def to_optax(state: Any, optax_tx: optax.GradientTransformation, params: Any) -> Any:
-    """The state of an optimizer of optax that continues the run of one of this library.
+    """Converts a state of this library to a state of ``optax_tx``, to continue the run with optax.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -81,17 +81,17 @@ def to_optax(state: Any, optax_tx: optax.GradientTransformation, params: Any) ->
         [ 1. -2.]
 
     Args:
-        state: of an optimizer that :func:`from_optax` can fill; in a cycle of
-            :func:`optzoo.accumulate` at its end.
-        optax_tx: the optimizer of optax, in its chains, masks, partitions,
-            ``inject_hyperparams`` and ``MultiSteps``.
+        state: the state of an optimizer that :func:`from_optax` can fill; with
+            :func:`optzoo.accumulate`, at the end of a cycle.
+        optax_tx: the optax optimizer, alone or in chains, masks, partitions, ``inject_hyperparams``
+            and ``MultiSteps``.
         params: the parameters.
 
     Returns:
         The state of ``optax_tx``.
 
     Raises:
-        TypeError: if ``optax_tx`` is no transformation.
+        TypeError: if ``optax_tx`` is not a transformation.
         ValueError: as :func:`from_optax`, and if deferred rows are not current.
     """
     check_transformation(optax_tx=optax_tx)
@@ -106,7 +106,7 @@ def to_optax(state: Any, optax_tx: optax.GradientTransformation, params: Any) ->
 
 
 def _filled(tx: Any, params: Any, found: ByParameter, count: int, error: str) -> Any:
-    """The state of ``tx`` with what was found, all of which it has to take."""
+    """The state of ``tx`` with all that was found; raises an error if something is left over."""
     used = set[tuple[type, str]]()
 
     def read(name, kind, node):
@@ -119,7 +119,7 @@ def _filled(tx: Any, params: Any, found: ByParameter, count: int, error: str) ->
             number = entry.count if number is None else number
         keys = {(state, name) for state, _ in FIELDS[kind].values()}
         if keys & used:
-            raise ValueError(f"tx has several of {kind.__name__} for '{name}'")
+            raise ValueError(f"tx has several {kind.__name__} for '{name}'")
         used.update(keys)
         return Source(slots, number)
 
@@ -131,10 +131,12 @@ def _filled(tx: Any, params: Any, found: ByParameter, count: int, error: str) ->
 
 
 def _read_slots(state: Any) -> tuple[ByParameter, list[int], dict[tuple[type, str], type]]:
-    """What each parameter has, as in a state of optax; all counts; and the classes of slots."""
+    """The slots of each parameter as in a state of optax, all counts, and the classes of slots."""
     found, counts, owners = ByParameter(), list[int](), dict[tuple[type, str], type]()
     if any(int(node.cycle.position) for node in nodes_of(AccumulateState, state) if node.cycle):
-        raise ValueError("state: accumulate is in a cycle; convert at the end of one")
+        raise ValueError(
+            "state is within a cycle of optzoo.accumulate: convert it at the end of a cycle"
+        )
     for i, node in enumerate(nodes_of(LeafwiseState, state)):
         if (slots := kind_of(node)) not in FIELDS:
             raise ValueError(f"state has {slots.__name__}, which optax does not have")

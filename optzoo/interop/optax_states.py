@@ -1,4 +1,4 @@
-"""What optax calls the slots of optimizers, and where they are in its states."""
+"""The names of slots in optax, and their positions in its states."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _STEPS = (RMSPropSlots, CenteredRMSPropSlots)
 
 
 def sign_of(slots: type, state: type) -> int:
-    """-1 where optax has the opposite: it adds up updates, and RMSProp what it subtracts."""
+    """-1 where optax stores the opposite sign: it sums updates, RMSProp what it subtracts."""
     return -1 if state is optax.TraceState and slots in _STEPS else 1
 
 
@@ -76,10 +76,10 @@ ByParameter = dict[tuple[type, str], list[Found]]
 
 
 def read_states(state: Any) -> tuple[ByParameter, list[int]]:
-    """What each parameter has in a state of optax, by classes and names, and all counts.
+    """The slots of each parameter in a state of optax, by class and name, and all counts.
 
     Raises:
-        ValueError: if there are slots of an unknown class, or if ``MultiSteps`` is in a cycle.
+        ValueError: if there are slots of an unknown class, or if ``MultiSteps`` is within a cycle.
     """
     found, counts = ByParameter(), list[int]()
 
@@ -103,45 +103,48 @@ def only(found: ByParameter, kind: type, name: str, slots: type) -> Found:
     """The only state of a class that a parameter has.
 
     Args:
-        found: by :func:`read_states`.
+        found: the result of :func:`read_states`.
         kind: the class.
-        name: of the parameter.
-        slots: the class of the slots that it is for.
+        name: the name of the parameter.
+        slots: the class of the slots to fill.
 
     Raises:
-        ValueError: if there is none, or several; or if the learning rate is not where the slots
-            need it, as far as a chain shows that.
+        ValueError: if there is not exactly one such state, or if the chain shows that the learning
+            rate is at another position than the slots need.
     """
     entries = found.get((kind, name), [])
     if len(entries) > 1:
         at = ", ".join("/".join(map(str, entry.path)) for entry in entries)
-        raise ValueError(f"'{name}' has several of {kind.__name__}: at {at}")
+        raise ValueError(f"'{name}' has several {kind.__name__}: at {at}")
     if not entries:
-        fix = "; take momentum=None" if kind is optax.TraceState and slots in _STEPS else ""
+        fix = "; use momentum=None" if kind is optax.TraceState and slots in _STEPS else ""
         use = "" if kind is slots else f" for {slots.__name__}"
         raise ValueError(f"'{name}' has no {kind.__name__}{use}{fix}")
     [entry] = entries
     if kind is optax.TraceState and slots is MomentumSlots and entry.is_last:
         raise ValueError(
-            f"the trace of '{name}' is the last of its chain, so the learning rate is in it; "
-            "optzoo.momentum multiplies by it afterwards, as optax.sgd"
+            f"the trace of '{name}' is the last of its chain, so it contains the learning rate; "
+            "optzoo.momentum needs a trace without it, as that of optax.sgd"
         )
     if kind is optax.TraceState and slots in _STEPS:
         [(mean, _), *_] = FIELDS[slots].values()
         before = only(found, mean, name, slots).path
         if before and (*before[:-1], before[-1] + 1) == entry.path:
             raise ValueError(
-                f"the trace of '{name}' comes before the learning rate; optzoo.rmsprop has the "
-                "rate in its momentum, as optax.rmsprop"
+                f"the trace of '{name}' precedes the learning rate; optzoo.rmsprop needs a trace "
+                "that contains the rate, as that of optax.rmsprop"
             )
     return entry
 
 
 def _visit(node: Any, f: Callable[..., None], path: Any = (), last: bool = False) -> None:
-    """Calls ``f(path, is_last, node)`` for each known part; raises for unknown ones."""
+    """Calls ``f(path, is_last, node)`` for each known part; raises an error for unknown parts."""
     kind, names = type(node), getattr(node, "_fields", None)
     if isinstance(node, optax.MultiStepsState) and (step := int(jnp.asarray(node.mini_step))):
-        raise ValueError(f"MultiSteps is in a cycle, after {step} of its steps")
+        raise ValueError(
+            f"MultiSteps is within a cycle, after {step} of its steps: convert it at the end of a "
+            "cycle"
+        )
     if kind in STATES or kind in COUNTING:
         f(path, last, node)
     if kind in STATES:
@@ -161,11 +164,12 @@ def _visit(node: Any, f: Callable[..., None], path: Any = (), last: bool = False
             known = ", ".join(kind.__name__ for kind in STATES)
             where = "/".join(map(str, path))
             raise ValueError(
-                f"{kind.__name__} at '{where}' of the state has no counterpart; known are {known}"
+                f"{kind.__name__} at '{where}' of the state has no counterpart; the known classes "
+                f"are {known}"
             )
 
 
 def _has_slots(tree: Any) -> bool:
-    """Whether there is an array with axes that is no count."""
+    """Whether there is an array with axes that is not a count."""
     is_slot = lambda a: hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.inexact) and a.ndim
     return any(map(is_slot, jax.tree.leaves(tree)))

@@ -1,4 +1,4 @@
-"""Optimizers that projects put together of several, by name for ``optzoo.create`` alone."""
+"""Optimizers that projects combine from several, available by name in ``optzoo.create`` only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def multistep_adam(
     b2: float = 0.997,
     eps: float = 1e-6,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam with the mean of the gradients of ``n`` steps; a schedule follows the steps.
+    """Adam with the mean of the gradients of ``n`` steps; a schedule counts all steps.
 
     References:
         ``multistep_adam`` of `tensor2tensor <https://github.com/tensorflow/tensor2tensor>`_;
@@ -40,7 +40,7 @@ def opennmt_adam(
     epsilon: float = 1e-7,
     weight_decay: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam of tf.keras, with the decoupled decay of TensorFlow Addons if there is one.
+    """Adam of tf.keras, with the decoupled decay of TensorFlow Addons if a decay is given.
 
     References:
         ``make_optimizer`` of `OpenNMT-tf <https://github.com/OpenNMT/OpenNMT-tf>`_.
@@ -55,7 +55,7 @@ def opennmt_adamw(
     beta_2: float = 0.999,
     epsilon: float = 1e-7,
 ) -> optax.GradientTransformationExtraArgs:
-    """As :func:`opennmt_adam`; the decay is required, and not multiplied by the rate.
+    """:func:`opennmt_adam` with a required decay, which is not multiplied by the rate.
 
     References:
         ``tfa.optimizers.AdamW`` of `TensorFlow Addons <https://github.com/tensorflow/addons>`_.
@@ -70,7 +70,7 @@ def opennmt_lazy_adam(
     epsilon: float = 1e-7,
     weight_decay: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """As :func:`opennmt_adam`, where a row without a gradient does not change.
+    """:func:`opennmt_adam` that does not change rows without a gradient.
 
     References:
         ``tfa.optimizers.LazyAdam`` of `TensorFlow Addons <https://github.com/tensorflow/addons>`_.
@@ -84,7 +84,7 @@ def opennmt_sgd(
     nesterov: bool = False,
     weight_decay: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """SGD of tf.keras, with the decoupled decay of TensorFlow Addons if there is one.
+    """SGD of tf.keras, with the decoupled decay of TensorFlow Addons if a decay is given.
 
     References:
         ``make_optimizer`` of `OpenNMT-tf <https://github.com/OpenNMT/OpenNMT-tf>`_.
@@ -98,7 +98,7 @@ def opennmt_sgdw(
     momentum: float = 0.0,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """As :func:`opennmt_sgd`; the decay is required, and not multiplied by the rate.
+    """:func:`opennmt_sgd` with a required decay, which is not multiplied by the rate.
 
     References:
         ``tfa.optimizers.SGDW`` of `TensorFlow Addons <https://github.com/tensorflow/addons>`_.

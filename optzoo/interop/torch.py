@@ -1,4 +1,4 @@
-"""States of torch's optimizers, read by name; torch is not imported."""
+"""Reads states of torch's optimizers by name, without importing torch."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def from_torch(
     transpose: Any = None,
     count: int | None = None,
 ) -> Any:
-    """The state of an optimizer that continues the run of one of torch.
+    """Converts a state of a torch optimizer to a state of ``tx``, to continue the run.
 
-    It reads SGD, Adam, AdamW, SparseAdam, Adagrad, RMSprop and Muon.
-    ``docs/from_optax_and_torch.md`` says which optimizers and arguments continue each of them.
+    Supported are SGD, Adam, AdamW, SparseAdam, Adagrad, RMSprop and Muon.
+    ``docs/from_optax_and_torch.md`` lists the corresponding optimizers and arguments.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optzoo
@@ -91,32 +91,32 @@ def from_torch(
         [[1. 2. 3.]]
 
     Args:
-        state_dict: what ``optimizer.state_dict()`` returns, with tensors or NumPy arrays.
+        state_dict: the result of ``optimizer.state_dict()``, with tensors or NumPy arrays.
         tx: the optimizer, alone or in chains, masks, groups and wrappers.
         params: the parameters, or their shapes and dtypes (``jax.ShapeDtypeStruct``).
-        names: the names of the parameters here in torch's order, that of ``param_groups``; or a
-            dict from ours to torch's, for those that differ. Torch's names are known if its
-            optimizer got ``named_parameters()``; a ``.`` in them is a ``/`` here. None if all are
-            the same.
-        transpose: the matrices that torch has transposed, such as kernels of ``nn.Linear``: a mask
-            (:func:`optzoo.param_groups`) such as ``"kernel"``, ``("head/kernel", "out/kernel")`` or
-            a function of the parameters; or a dict from patterns to the order of torch's axes, such
-            as ``{"conv/kernel": (2, 3, 1, 0)}``.
-        count: the number of updates made so far, where torch does not count them, as in SGD; None
-            for 0. A schedule of ``tx`` continues from it.
+        names: the names of ``params`` in torch's order, that of ``param_groups``; or a dict from
+            these names to torch's, for names that differ. The state has torch's names if its
+            optimizer was given ``named_parameters()``; a ``.`` in them corresponds to ``/``. None
+            if all names are equal.
+        transpose: the matrices that torch stores transposed, such as kernels of ``nn.Linear``: a
+            mask (:func:`optzoo.param_groups`) such as ``"kernel"``, ``("head/kernel",
+            "out/kernel")`` or a function of the parameters; or a dict from patterns to the order of
+            torch's axes, such as ``{"conv/kernel": (2, 3, 1, 0)}``.
+        count: the number of updates so far, if torch does not count them, as in SGD; None for 0. A
+            schedule of ``tx`` continues from it.
 
     Returns:
-        The state. Slots are converted to the dtypes that it keeps them in. What torch does not
-        have, such as an average of the parameters, is as ``tx.init`` makes it.
+        The state. Slots are converted to the dtypes of ``tx``. Parts that torch does not have, such
+        as an average of the parameters, keep the values of ``tx.init``.
 
     Raises:
-        TypeError: if an argument is of another kind.
+        TypeError: if an argument is of the wrong type.
         ValueError: if ``names`` does not fit, if a class or option of torch has no counterpart in
             ``tx``, or if anything is missing, left over, of another shape or dtype: the message
-            lists what is found.
+            lists all problems.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= {*state_dict}:
-        raise TypeError("state_dict must be what optimizer.state_dict() of torch returns")
+        raise TypeError("state_dict must be the result of optimizer.state_dict() of torch")
     ours = [path_name(path) for path, _ in leaves_with_path(params)]
     given = _parameters(state_dict, names, ours)
     turned = _axes(transpose, params)
@@ -135,10 +135,10 @@ def from_torch(
             if parameter.state.get(field) is None:
                 raise ValueError(f"'{name}' has no {field} in the state of {parameter.kind}")
             if field in used[name]:
-                raise ValueError(f"tx has several of {kind.__name__} for '{name}'")
+                raise ValueError(f"tx has several {kind.__name__} for '{name}'")
             value = _array(parameter.state[field])
             if parameter.kind == "RMSprop" and field == "momentum_buffer":
-                # Here the learning rate is in it, and in optax its opposite.
+                # Here the slot contains the learning rate, with the opposite sign in optax.
                 sign = -1 if kind is optax.TraceState else 1
                 value = value * sign * float(_array(parameter.options["lr"]))
             if name in turned and value.ndim == len(turned[name]):
@@ -163,7 +163,7 @@ def from_torch(
 def _parameters(
     state_dict: Mapping[str, Any], names: Any, ours: Sequence[str]
 ) -> dict[str, _Parameter]:
-    """Torch's parameters by their names here."""
+    """Torch's parameters, by the names of ``params``."""
     groups = state_dict["param_groups"]
     keys = [key for group in groups for key in group["params"]]
     name_of = _names(groups, keys, names, ours)
@@ -178,13 +178,13 @@ def _parameters(
 
 
 def _names(groups: Any, keys: Sequence[Any], names: Any, ours: Sequence[str]) -> dict[Any, str]:
-    """The name here of each parameter of torch."""
+    """The name in ``params`` of each parameter of torch."""
     if isinstance(names, str) or not (names is None or isinstance(names, Sequence | Mapping)):
         raise TypeError(f"names must be a sequence of names, a dict or None, got {names!r}")
     if names is None or isinstance(names, Mapping):
         if not all("param_names" in g or {*map(type, g["params"])} <= {str} for g in groups):
             raise ValueError(
-                "names: state_dict has no param_names, as torch's optimizer did not get "
+                "names: state_dict has no param_names, because torch's optimizer was not given "
                 "named_parameters(); give the names in the order of its parameters"
             )
         theirs = [name for g in groups for name in g.get("param_names", g["params"])]
@@ -193,14 +193,14 @@ def _names(groups: Any, keys: Sequence[Any], names: Any, ours: Sequence[str]) ->
     unknown = sorted({*names} - {*ours})
     if len(names) != len(keys) or len({*names}) != len(names) or unknown:
         raise ValueError(
-            f"names must be {len(keys)} different names of parameters, one for each of torch's, "
-            f"got {[*names]}; the parameters are {[*ours]}"
+            f"names must be {len(keys)} different names of parameters, one for each parameter of "
+            f"torch, got {[*names]}; the parameters are {[*ours]}"
         )
     return dict(zip(keys, names, strict=True))
 
 
 def _kind(i: int, group: Mapping[str, Any]) -> str:
-    """Which class has these options."""
+    """The name of the class that has these options."""
     for kind, (options, _) in _CLASSES.items():
         if options <= {*group} and (kind != "SparseAdam" or {*group} <= _OF_SPARSE_ADAM):
             return kind
@@ -209,29 +209,29 @@ def _kind(i: int, group: Mapping[str, Any]) -> str:
 
 
 def _refused(kind: str, options: Mapping[str, Any]) -> Iterator[str]:
-    """What no transformation of this library can do."""
+    """Options that no transformation of this library supports."""
     if options.get("maximize"):
         yield (
-            "maximize=True, and optimizers of optzoo minimize: negate the loss, and set "
+            "maximize=True, but optimizers of optzoo minimize: negate the loss, and set "
             "maximize=False in the state_dict"
         )
     if options.get("amsgrad"):
-        yield "amsgrad=True, and optzoo.amsgrad does not correct the bias"
+        yield "amsgrad=True, but optzoo.amsgrad has no bias correction"
     if options.get("dampening") and options["momentum"]:
-        yield f"dampening={options['dampening']}, which optzoo.momentum has not"
+        yield f"dampening={options['dampening']}, which optzoo.momentum does not support"
 
 
 def _check(name: str, parameter: _Parameter, node: Any) -> None:
-    """Raises ``ValueError`` if a node cannot do what the options of torch say."""
+    """Raises ``ValueError`` if a node does not support the options of torch."""
     options, slots, powers = parameter.options, kind_of(node), getattr(node, "shared", {})
     is_sparse, has_powers = parameter.kind == "SparseAdam", "beta2_power" in powers
     why = None
     if slots in _RMSPROP:
-        why = "optzoo.rmsprop inside of the root: take optax.rmsprop(eps_in_sqrt=False)"
+        why = "optzoo.rmsprop inside the root: use optax.rmsprop(eps_in_sqrt=False)"
     elif slots in _MEANS and is_sparse and not has_powers:
-        why = "tx after the bias correction, SparseAdam before it: take optzoo.lazy_adam"
+        why = "tx after the bias correction, by SparseAdam before it: use optzoo.lazy_adam"
     elif slots in _MEANS and has_powers and not is_sparse:
-        why = "tx before the bias correction, torch after it: take optzoo.sparse_adamw"
+        why = "tx before the bias correction, by torch after it: use optzoo.sparse_adamw"
     if why and (eps := float(_array(options["eps"]))):
         raise ValueError(
             f"'{name}' has eps={eps}, which is added by {why}, or set eps=0 in the state_dict to "
@@ -240,7 +240,7 @@ def _check(name: str, parameter: _Parameter, node: Any) -> None:
     for key, beta in zip(("beta1_power", "beta2_power"), options.get("betas", ()), strict=False):
         base = powers.get(key, beta)
         if np.float32(base) != np.float32(_array(beta)):
-            raise ValueError(f"'{name}' has betas={options['betas']}, and tx has {base}")
+            raise ValueError(f"'{name}' has betas={options['betas']}, but tx has {base}")
 
 
 def _axes(transpose: Any, params: Any) -> dict[str, tuple[int, ...]]:
@@ -256,14 +256,14 @@ def _axes(transpose: Any, params: Any) -> dict[str, tuple[int, ...]]:
     for path, x in leaves_with_path(params):
         if path_name(path) in found and len(x.shape) != 2:
             raise ValueError(
-                f"transpose: '{path_name(path)}' has shape {x.shape}, and is no matrix; give a "
-                "dict of the order of torch's axes"
+                f"transpose: '{path_name(path)}' has shape {x.shape} and is not a matrix; give a "
+                "dict with the order of torch's axes"
             )
     return found
 
 
 def _array(value: Any) -> np.ndarray:
-    """A tensor of torch, or anything else, as an array of NumPy."""
+    """A tensor of torch, or any other array, as a NumPy array."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         if str(value.dtype) == "torch.bfloat16":  # NumPy does not have it

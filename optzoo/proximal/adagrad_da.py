@@ -36,14 +36,14 @@ def adagrad_da(
         x_t &= -\eta_t\, \frac{\mathrm{sgn}(G_t)\, \max(|G_t| - \lambda_1 T, 0)}
                               {\eta_t\, \lambda_2\, T + \sqrt{Q_t}}, \qquad T = n + 1
 
-    where :math:`n` counts the updates before this one, or is given by
-    ``update(..., global_step=n)``. It is meant for sparse linear models. The new parameters do not
-    depend on the old ones: the initial values have no influence, and an element whose gradients
-    were all zero becomes zero. Rows without a gradient keep their parameters and slots
+    where :math:`n` counts the updates before this one, or is given by ``update(...,
+    global_step=n)``. The method is meant for sparse linear models. The new parameters do not depend
+    on the old ones: the initial values have no influence, and an element whose gradients were all
+    zero becomes zero. Rows without a gradient keep their parameters and slots
     (:func:`optzoo.rules.lazy`), but :math:`T` counts every update.
 
-    It computes new parameters. So it applies the learning rate itself and must be the last
-    transformation of a chain.
+    The transformation computes new parameters: it applies the learning rate itself and must be the
+    last of a chain.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -68,9 +68,9 @@ def adagrad_da(
         Optimization <https://jmlr.org/papers/v12/duchi11a.html>`_, 2011.
 
     Differences from the original:
-        The step is counted here unless it is given; the original reads a variable, and :math:`T`
-        stays 1 if that is not passed to ``apply_gradients`` as well. A negative :math:`\lambda_1`
-        is an error; the original treats it as zero.
+        The optimizer counts its steps unless ``global_step`` is given; the original reads a
+        variable, and :math:`T` stays 1 if the variable is not also passed to ``apply_gradients``. A
+        negative :math:`\lambda_1` is an error; the original treats it as zero.
     """
     check_rate(learning_rate, positive=True)
     check_positive(

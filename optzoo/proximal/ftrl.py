@@ -45,19 +45,19 @@ def ftrl(
                     {(\beta + n_t^{-p}) / \eta_t + 2 \lambda_2}
 
     Many parameters become exactly zero for :math:`\lambda_1 > 0`. Without penalties the first
-    update keeps the share :math:`(n_1^{-p} - n_0^{-p}) / (\beta + n_1^{-p})` of the initial value
-    :math:`x_0`: little of it where :math:`n_0` or :math:`\beta` is large beside the gradient, and
-    nothing where the gradient is zero. Rows without a gradient keep their parameters and slots
-    (:func:`optzoo.rules.lazy`). :func:`optzoo.ftrl_from` has the arguments of other libraries, in
-    which the same names have other meanings.
+    update keeps the fraction :math:`(n_1^{-p} - n_0^{-p}) / (\beta + n_1^{-p})` of the initial
+    value :math:`x_0`: it is small if :math:`n_0` or :math:`\beta` is large relative to the
+    gradient, and 0 if the gradient is zero. Rows without a gradient keep their parameters and slots
+    (:func:`optzoo.rules.lazy`). :func:`optzoo.ftrl_from` accepts the arguments of other libraries,
+    where the same names have other meanings.
 
     An update with a rate of exactly zero changes neither parameters nor slots, and its gradient is
-    lost: as :math:`\eta_t` goes to 0, :math:`z_t` has no limit. Parameters are a function of the
-    rate of this update: one that falls shrinks them, and one that is tiny for a single update makes
+    lost: as :math:`\eta_t` goes to 0, :math:`z_t` has no limit. The parameters depend on the rate
+    of the current update: a falling rate shrinks them, and a tiny rate in a single update makes
     them very large in the next one (``docs/ftrl.md``).
 
-    It reads the parameters and computes new ones. So it applies the learning rate itself and must
-    be the last transformation of a chain.
+    The transformation computes new parameters from the old ones: it applies the learning rate
+    itself and must be the last of a chain.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -75,8 +75,8 @@ def ftrl(
         l2_regularization_strength: :math:`\lambda_2`, at least 0, a penalty on the solution.
         l2_shrinkage_regularization_strength: :math:`S`, at least 0, a penalty added to the
             gradient: it shrinks the parameters and does not enter :math:`n_t`.
-        beta: :math:`\beta`, at least 0: it bounds the rate of the first updates by
-            :math:`\eta / \beta`. TensorFlow 1 has none.
+        beta: :math:`\beta`, at least 0: it bounds the rate of the first updates by :math:`\eta /
+            \beta`. TensorFlow 1 has no such argument.
 
     Raises:
         ValueError: if no params are given to ``update``.
@@ -92,7 +92,7 @@ def ftrl(
         parameter becomes zero. The original gives NaN for row-sparse gradients, and infinity where
         shrinkage makes the numerator nonzero.
     """
-    # An array is the rate of one step of a schedule, injected by optax, which may be zero.
+    # An array is the rate of one step, injected by optax from a schedule, and may be zero.
     check_rate(learning_rate, positive=not isinstance(learning_rate, Array))
     check("zero or negative", lambda v: v <= 0, learning_rate_power=learning_rate_power)
     check_not_negative(
@@ -105,7 +105,7 @@ def ftrl(
     l1, l2 = l1_regularization_strength, l2_regularization_strength
     shrinkage = l2_shrinkage_regularization_strength
 
-    # What optax.inject_hyperparams injects is traced and cannot be compared.
+    # Values of optax.inject_hyperparams are traced and cannot be compared.
     is_square_root = isinstance(learning_rate_power, float) and learning_rate_power == -0.5
     has_beta = not (isinstance(beta, float | int) and beta == 0)
 
@@ -114,7 +114,7 @@ def ftrl(
 
     def rule(g, x, s, t, learning_rate):
         learning_rate, unless_zero = _with_zero(learning_rate)
-        # With neither a gradient nor shrinkage the slots stay as they are.
+        # Without a gradient and shrinkage the slots are unchanged.
         g, strength = unless_zero(g), unless_zero(shrinkage)
         sigma = (to_rate(s.accum + g**2) - to_rate(s.accum)) / learning_rate
         linear = s.linear + g + 2 * strength * x - sigma * x
@@ -137,21 +137,21 @@ def ftrl(
 
 
 def _with_zero(learning_rate: Array) -> tuple[Array, Callable[[Any], Any]]:
-    """A rate that can divide, and a function that makes values zero if the given rate is zero."""
+    """A nonzero rate to divide by, and a function that zeroes values if the given rate is zero."""
     is_zero = learning_rate == 0
     return jnp.where(is_zero, 1, learning_rate), lambda a: jnp.where(is_zero, 0, a)
 
 
 @marked("after")  # of a native loop it is `a`: it costs a square root
 def _after(a: Array, other: Array) -> Array:
-    """``a``, which is not negative, computed only when ``other`` is known.
+    """``a``, which is not negative, computed after ``other``.
 
-    The accumulator is updated in its own memory, so everything that reads its old value has to come
-    before: here the linear term. Unless the data flow enforces this order, XLA copies the
-    accumulator; ``jax.lax.optimization_barrier`` does not prevent that. So ``a`` is made to depend
-    on ``other`` by a selection of two equal values, which XLA cannot see to be equal.
+    The accumulator is updated in place, so all reads of its old value (by the linear term) must
+    come first. Unless the data flow enforces this order, XLA copies the accumulator;
+    ``jax.lax.optimization_barrier`` does not prevent the copy. Therefore ``a`` depends on ``other``
+    by a selection between two equal values, whose equality XLA cannot derive.
 
-    ``test_a_dense_step_copies_nothing[ftrl]`` in ``tests/rules/test_compiled.py`` shows it: without
-    this function the compiled step allocates a copy.
+    Without this function, ``test_a_dense_step_copies_nothing[ftrl]`` in
+    ``tests/rules/test_compiled.py`` fails.
     """
     return jnp.where(jnp.isnan(other), jnp.abs(a), a)

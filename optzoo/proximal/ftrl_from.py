@@ -1,4 +1,4 @@
-"""FTRL by the arguments of other libraries, in which the same names have other meanings."""
+"""FTRL with the arguments of other libraries, where the same names have other meanings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Dialect = Literal["tf1", "keras", "sparsecore", "dynamicemb"]
 
 @recorded
 def ftrl_from(dialect: Dialect, **arguments: Any) -> optax.GradientTransformationExtraArgs:
-    r""":func:`optzoo.ftrl` by the arguments of another library, with its names and defaults.
+    r""":func:`optzoo.ftrl` with the arguments of another library: its names and defaults.
 
     .. code-block:: python
 
@@ -31,17 +31,17 @@ def ftrl_from(dialect: Dialect, **arguments: Any) -> optax.GradientTransformatio
         # the same as
         ftrl(0.1, initial_accumulator_value=0.0, beta=1.0, l2_regularization_strength=0.1)
 
-    In :func:`optzoo.ftrl` and in the first three libraries the denominator has two times the
-    strength of L2, in DynamicEmb, as in the paper, one time. Keras' documentation has the formula
-    of the paper, but its code has the factor.
+    In :func:`optzoo.ftrl` and in the first three libraries the denominator contains the L2 strength
+    times two, in DynamicEmb and in the paper times one. Keras' documentation has the paper's
+    formula, but its code has the factor of two.
 
     ============== ============================================================================
     ``dialect``    arguments, with their defaults
     ============== ============================================================================
     ``tf1``        of ``tf.train.FtrlOptimizer``: those of :func:`optzoo.ftrl` without ``beta``
     ``keras``      of ``keras.optimizers.Ftrl``: those of :func:`optzoo.ftrl`, with
-                   ``learning_rate=0.001``. :func:`optzoo.interop.keras.keras_optimizer` takes also
-                   those of all Keras' optimizers, such as ``clipnorm``
+                   ``learning_rate=0.001``. :func:`optzoo.interop.keras.keras_optimizer` also takes
+                   arguments that all Keras optimizers have, such as ``clipnorm``
     ``sparsecore`` of ``FTRLOptimizerSpec`` in jax-tpu-embedding: ``learning_rate=0.01``,
                    ``learning_rate_power=-0.5``, ``l1_regularization_strength=0.0``,
                    ``l2_regularization_strength=0.0``, ``beta=0.0``,
@@ -52,7 +52,7 @@ def ftrl_from(dialect: Dialect, **arguments: Any) -> optax.GradientTransformatio
                    ``l2_reg=0.0``
     ============== ============================================================================
 
-    A ``learning_rate`` may be a schedule everywhere. With ``multiply_linear_by_learning_rate``
+    Every ``learning_rate`` may be a schedule. With ``multiply_linear_by_learning_rate``,
     SparseCore's slot ``linear`` is that of this library times the rate, which must be constant.
 
     Example:
@@ -65,27 +65,28 @@ def ftrl_from(dialect: Dialect, **arguments: Any) -> optax.GradientTransformatio
 
     Warns:
         InitialValueWarning: in ``init``, if the parameters are concrete and not all zero, and if
-            the accumulator or ``beta`` make the first update replace most of them. Not for
-            ``tf1``, whose default does so, nor in :func:`optzoo.ftrl`.
+            the first update replaces most of their values because of the accumulator or ``beta``.
+            There is no warning for ``tf1``, whose default does this, nor in :func:`optzoo.ftrl`.
 
     Args:
         dialect: ``"tf1"``, ``"keras"``, ``"sparsecore"`` or ``"dynamicemb"``.
-        **arguments: of that library.
+        **arguments: the arguments of that library.
 
     Raises:
-        TypeError: if the library has no such argument, or if one is missing or of a wrong type.
+        TypeError: if the library has no such argument, or if an argument is missing or of a wrong
+            type.
         ValueError: if there is no such dialect, if ``initial_linear_value`` is not 0, or if the
-            rate is a schedule that ``linear`` is multiplied by.
+            rate is a schedule with ``multiply_linear_by_learning_rate``.
 
     References:
-        :func:`optzoo.ftrl`; ``docs/ftrl.md`` has measured differences from the four libraries.
+        :func:`optzoo.ftrl`; ``docs/ftrl.md`` shows measured differences from the four libraries.
     """
     check_choice(Dialect, dialect=dialect)
     library = _LIBRARIES[dialect]
     known = inspect.signature(library).parameters
     if unknown := sorted(arguments.keys() - known.keys()):
         raise TypeError(
-            f"FTRL of {dialect} has no argument {unknown[0]!r}: it takes {_list(known)}"
+            f"FTRL of {dialect} has no argument {unknown[0]!r}; its arguments are {_list(known)}"
         )
     if missing := [k for k, p in known.items() if p.default is p.empty and k not in arguments]:
         raise TypeError(f"FTRL of {dialect} needs {_list(missing)}")
@@ -129,13 +130,13 @@ class _SparseCore:
         if self.initial_linear_value != 0:
             raise ValueError(
                 f"initial_linear_value must be 0, got {self.initial_linear_value!r}: set the slot "
-                "'linear' of the state by optzoo.set_slot"
+                "'linear' of the state with optzoo.set_slot"
             )
         if self.multiply_linear_by_learning_rate and callable(self.learning_rate):
             raise ValueError(
                 "learning_rate must be a number with multiply_linear_by_learning_rate=True, got "
-                f"{self.learning_rate!r}: only with a constant rate the values are those of "
-                "optzoo.ftrl"
+                f"{self.learning_rate!r}: the values equal those of optzoo.ftrl only with a "
+                "constant rate"
             )
 
     def ours(self) -> dict[str, Any]:
@@ -176,7 +177,7 @@ def _list(names: Any) -> str:
 def _warning_of_replaced_values(
     tx: optax.GradientTransformationExtraArgs, arguments: Mapping[str, Any]
 ) -> optax.GradientTransformationExtraArgs:
-    """``tx``, whose ``init`` warns if its first update replaces most of the parameters."""
+    """``tx`` with an ``init`` that warns if the first update replaces most of the parameters."""
     n, beta = arguments["initial_accumulator_value"], arguments["beta"]
     power = arguments["learning_rate_power"]
     if any(isinstance(value, jax.core.Tracer) for value in (n, beta, power)):
@@ -189,9 +190,9 @@ def _warning_of_replaced_values(
         if any(map(_is_known_not_zero, jax.tree.leaves(params))):
             warn(
                 "FTRL computes the parameters from its slots alone. With "
-                f"initial_accumulator_value={n} and beta={beta} an element whose first gradient is "
-                f"0.01 keeps {kept:.2g} of its initial value. Start from zeros, or take 0 for both "
-                "to keep initial values; warnings.simplefilter('ignore', "
+                f"initial_accumulator_value={n} and beta={beta} an element whose first gradient "
+                f"is 0.01 keeps {kept:.2g} of its initial value. Start from zeros, or set both to "
+                "0 to keep initial values; warnings.simplefilter('ignore', "
                 "optzoo.InitialValueWarning) silences this",
                 InitialValueWarning,
             )
@@ -201,13 +202,13 @@ def _warning_of_replaced_values(
 
 
 def _kept(n: float, beta: float, power: float, gradient: float) -> float:
-    """The share of an initial value that the first update keeps, without penalties."""
+    """The fraction of an initial value that the first update keeps, without penalties."""
     after = (n + gradient**2) ** -power
     return (after - n**-power) / (after + beta)
 
 
 def _is_known_not_zero(x: Any) -> bool:
-    """Whether an array is not all zero; of one that is traced or elsewhere it is not known."""
+    """Whether an array is known not to be all zero; False if it is traced or not addressable."""
     if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array | np.ndarray):
         return False
     if isinstance(x, jax.Array) and not x.is_fully_addressable:

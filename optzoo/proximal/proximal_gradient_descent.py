@@ -26,8 +26,8 @@ def proximal_gradient_descent(
     Many parameters become exactly zero for :math:`\lambda_1 > 0`. Rows without a gradient keep
     their parameters; the penalties do not shrink them (:func:`optzoo.rules.lazy`).
 
-    It reads the parameters and computes new ones. So it applies the learning rate itself and must
-    be the last transformation of a chain.
+    The transformation computes new parameters from the old ones: it applies the learning rate
+    itself and must be the last of a chain.
 
     Example:
         >>> import jax.numpy as jnp, optzoo

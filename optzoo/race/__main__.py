@@ -75,12 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"--out {args.out} cannot be written: {error}")
     except KeyboardInterrupt as stop:
-        print(f"\nstopped; {page} shows the finished runs, and the same command resumes")
+        print(f"\nstopped; {page} shows the finished runs, and the same command resumes the race")
         return 128 + (stop.number if isinstance(stop, _Stopped) else signal.SIGINT)
     screen.leaderboard(document)
-    print(f"\nall places, times and metrics are in {args.out}/leaderboard.md")
+    print(f"\nall ranks, times and metrics are in {args.out}/leaderboard.md")
     if screen.found:
-        print(f"finished runs found in {args.out}: {screen.found}; --fresh repeats them")
+        print(f"runs reused from {args.out}: {screen.found}; --fresh repeats them")
     screen.advice(document)
     print(f"\nthe results are in {page}")
     return 0
@@ -96,13 +96,15 @@ class _Stopped(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """In the body, signals that end a process or its terminal raise _Stopped, if not ignored."""
+    """Raises _Stopped at signals that end a process or its terminal, unless they are ignored."""
 
     def stop(number: int, _: Any) -> None:
         raise _Stopped(number)
 
     before = {}
-    if threading.current_thread() is threading.main_thread():  # Python allows it there alone
+    if (
+        threading.current_thread() is threading.main_thread()
+    ):  # Python allows it in the main thread only
         found = [getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP")]
         before = {s: signal.getsignal(s) for s in found if s is not None}
     before = {s: handler for s, handler in before.items() if handler == signal.SIG_DFL}
@@ -139,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar=("RATE", ",RATE"),
         help="the learning rates to try, such as 1,0.1,0.01, instead of a grid around the default "
-        "of each optimizer; one alone needs a point, such as 3.0",
+        "of each optimizer; write a single integer rate with a point, such as 3.0",
     )
     rates.add_argument("--num-rates", type=_count, metavar="N", help="size of that grid (5)")
     parser.add_argument("--seeds", type=_count, metavar="N", help="runs for each rate (3)")
@@ -147,9 +149,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="4 rates, 2 seeds, and unless named: digits and words, 16 optimizers",
+        help="4 rates, 2 seeds, and by default the problems digits and words and 16 optimizers",
     )
-    parser.add_argument("--out", default="race", help="folder of the results (race)")
+    parser.add_argument("--out", default="race", help="folder for the results (race)")
     parser.add_argument(
         "--fresh", action="store_true", help="repeat the finished runs found in --out"
     )
@@ -161,7 +163,8 @@ def _rates(given: Sequence[str]) -> tuple[float, ...]:
     """The learning rates.
 
     Raises:
-        ValueError: if one is none, or a whole number is alone: a number of rates may be meant.
+        ValueError: if a rate is invalid, or a single integer, which may be meant as a number of
+            rates.
     """
     texts = _names(given)
     rates = tuple(map(float, texts))
@@ -169,23 +172,23 @@ def _rates(given: Sequence[str]) -> tuple[float, ...]:
         if not 0 < rate < float("inf"):
             raise ValueError(f"a learning rate must be positive, got {text}")
     if not rates:
-        raise ValueError("no learning rate is given")
+        raise ValueError("--rates needs at least one learning rate")
     if len(texts) == 1 and texts[0].isdecimal():
         raise ValueError(
-            f"{texts[0]} alone is one learning rate of {texts[0]}, not a number of rates: write "
-            f"--rates {texts[0]}.0 for this rate, --num-rates {texts[0]} for as many rates"
+            f"--rates {texts[0]} is ambiguous: write --rates {texts[0]}.0 for this learning rate, "
+            f"or --num-rates {texts[0]} for {texts[0]} rates"
         )
     return rates
 
 
 def _count(text: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text}")
     return int(text)
 
 
 def _names(given: Iterable[str]) -> list[str]:
-    """Names that are separated by commas or spaces, each once."""
+    """Names that are separated by commas or spaces, without duplicates."""
     return list(dict.fromkeys(part for name in given for part in name.split(",") if part))
 
 
@@ -194,14 +197,14 @@ def _list() -> None:
     for name, make in PROBLEMS.items():
         when = "" if name in DEFAULT_PROBLEMS else " Only if named."
         print(f"  {name:20} {(make.__doc__ or '').splitlines()[0]}{when}")
-    for title, names in (("optimizers", CATALOG), ("with --replicas, or if named", DISTRIBUTED)):
+    for title, names in (("optimizers", CATALOG), ("with --replicas, or by name", DISTRIBUTED)):
         print(title)
         for name, entry in names.items():
             print(f"  {name:20} {entry.original or ''}".rstrip())
 
 
 class _Screen:
-    """A progress bar: current optimizer and time left; plain lines without a terminal."""
+    """A progress bar with the optimizer and the time left; plain lines without a terminal."""
 
     def __init__(self):
         self.console = Console(highlight=False)
@@ -239,17 +242,17 @@ class _Screen:
             print(f"[{progress.done}/{progress.total}] {at} {left}".rstrip(), flush=True)
 
     def _announce(self, progress: session.Progress) -> None:
-        """The first line: how long it takes, how to end it, how to make it shorter."""
+        """Prints the estimated time, and how to stop, resume and shorten the race."""
         if runs := progress.total - progress.done:
             self._print(
                 f"{runs} runs, estimated time {_minutes(progress.seconds_left)} minutes on two "
-                f"quiet cores, up to {_minutes(_BUSY * progress.seconds_left)} on busy ones. "
-                "Finished runs survive Ctrl-C, and the same command resumes. --quick, or fewer "
-                "names after --problem and --optimizers, shorten it."
+                f"idle cores, up to {_minutes(_BUSY * progress.seconds_left)} on busy ones. "
+                "Ctrl-C keeps finished runs, and the same command resumes the race. To shorten "
+                "it, use --quick, or fewer names after --problem and --optimizers."
             )
 
     def leaderboard(self, document: Any) -> None:
-        """The first ones on each problem, with the columns that fit; names are whole."""
+        """Prints the best optimizers on each problem, with the columns that fit."""
         for problem in document["problems"]:
             rows = report.table(document, problem)
             if not rows:
@@ -279,7 +282,7 @@ class _Screen:
         self.console.print(text, markup=False, **more)
 
 
-# So many rows of a table are shown in a terminal.
+# The number of rows of a table that are shown in a terminal.
 _ROWS = 6
 # A race of 5:45 minutes on quiet cores took 15 to 20 minutes on busy ones.
 _BUSY = 3.5
@@ -288,7 +291,7 @@ _FIRST = "#", "optimizer", "loss", "rate", "µs/step", "steps to target"
 
 
 def _fitting(rows: Sequence[report.Row], width: int) -> list[str]:
-    """The columns that fit beside each other, in the order of the table."""
+    """The columns that fit into the width, in the order of the table."""
     names, chosen = list(rows[0]), set()
     for name in sorted(names, key=lambda n: _FIRST.index(n) if n in _FIRST else len(_FIRST)):
         needed = max(cell_len(text) for text in (name, *(row[name] for row in rows[:_ROWS])))

@@ -1,4 +1,4 @@
-"""Which optimizer to begin with, in sentences: all of them computed from the results."""
+"""Recommendations of optimizers as text, computed from the results."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ from .summary import (
     widths,
 )
 
-# What the models of a problem are called, by whether it has embedding tables.
+# Descriptions of the models of problems without and with embedding tables.
 _MODELS = {False: "dense models", True: "models with embedding tables"}
-# A place in the last quarter of a table is named beside a recommendation.
+# A rank in the last quarter of a table is mentioned with a recommendation.
 _AMONG_THE_LAST = 3 / 4
-# And so is a step that takes so many times as long as with the first of that table.
+# So is a step time above this multiple of that of the best optimizer in the table.
 _SLOW = 2
 
 
 def advice(document: Document) -> list[list[str]]:
-    """A paragraph for dense models and one for embeddings; its first sentence is the main one."""
+    """A paragraph for dense models and one for embeddings; the main result comes first."""
     if all(r["diverged"] for r in document["results"]):
-        return [["No run has finished with a finite loss: there is nothing to advise."]]
+        return [["No run has finished with a finite loss: there is no recommendation."]]
     if len({r["optimizer"] for r in document["results"]}) == 1:
         return [["Only one optimizer ran: there is nothing to compare."]]
     return [
@@ -40,21 +40,21 @@ def advice(document: Document) -> list[list[str]]:
 
 
 def basis(document: Document) -> str:
-    """What the advice rests on; empty without a result."""
+    """The data on which the recommendations are based; empty without a result."""
     results = document["results"]
     if not results:
         return ""
     problems = {has_tables: _problems(document, has_tables) for has_tables in _MODELS}
     kinds = [f"{_listed(found)} ({_MODELS[has]})" for has, found in problems.items() if found]
-    missing = [f" No problem is of {_MODELS[has]}." for has, found in problems.items() if not found]
+    missing = [f" No problem has {_MODELS[has]}." for has, found in problems.items() if not found]
     rates = [len(r["rates"]) for r in results]
     number = f"{min(rates)}" + (f" to {max(rates)}" if max(rates) > min(rates) else "")
     return (
-        f"This rests on {' and '.join(kinds)}, with {_counted(_seeds(document), 'seed')} and "
-        f"{number} learning rates for each optimizer.{''.join(missing)} A place is that of the "
-        "final validation loss, which chose the rates, too. Optimizers with equal curves share a "
-        "place, and averages count them once. Other models, data or numbers of steps may order the "
-        "optimizers differently."
+        f"This is based on {' and '.join(kinds)}, with {_counted(_seeds(document), 'seed')} and "
+        f"{number} learning rates for each optimizer.{''.join(missing)} Ranks are by the final "
+        "validation loss, which also selected the rates. Optimizers with equal curves share a "
+        "rank and are counted once in averages. Results may differ for other models, data or "
+        "numbers of steps."
     )
 
 
@@ -76,14 +76,14 @@ def _paragraph(document: Document, problems: Sequence[str], models: str) -> list
     if not able:
         return [f"For {models} no optimizer has a finite loss on {all_of_them}."]
     if len(found.contenders) == 1:
-        return [f"For {models} there is nothing to compare: one curve on {where}."]
+        return [f"For {models} there is nothing to compare: all curves on {where} are equal."]
     best = min(able, key=lambda i: found.mean[i])
     name, *equal = found.contenders[best]
     place = {p: places(part, p) for p in problems}
     of_problem = _listed([f"{place[p][name]} of {len(place[p])} on {p}" for p in problems])
-    average = "On average its places are the best" if problems[1:] else "Its place"
+    average = "Its ranks are the best on average" if problems[1:] else "Its rank"
     sentences = [
-        f"For {models} begin with {name}{_drawbacks(document, name)}.",
+        f"For {models} start with {name}{_drawbacks(document, name)}.",
         f"{average}: {of_problem}. {_rates_of(part, name)}",
     ]
     if equal:
@@ -91,7 +91,7 @@ def _paragraph(document: Document, problems: Sequence[str], models: str) -> list
     sentences.append(_chance(document, found, best, able))
     if absent := sum(map(len, itertools.compress(found.contenders, ~found.complete))):
         sentences.append(
-            f"{_counted(absent, 'optimizer')} without a run on {all_of_them}: not counted."
+            f"{_counted(absent, 'optimizer')} without a run on {all_of_them} not included."
         )
     return [*sentences, *_by_time(document, part), *_by_width(document, part)]
 
@@ -104,7 +104,7 @@ def _problems(document: Document, has_tables: bool) -> list[str]:
 
 
 def _drawbacks(document: Document, name: str) -> str:
-    """A clause with the problems on which the optimizer is among the last; empty without one."""
+    """A clause with the problems on which the optimizer ranks low; empty if there is none."""
     clauses = []
     for problem in document["problems"]:
         found = places(document, problem)
@@ -117,7 +117,7 @@ def _drawbacks(document: Document, name: str) -> str:
 
 
 def _slowness(document: Document, problem: str, name: str) -> str:
-    """How much longer its step takes than that of the first one there, if much."""
+    """A clause with the step time relative to the best optimizer's, if it is much longer."""
     seconds = {r["optimizer"]: r["seconds per step"] for r in ranking(document, problem)}
     first = next(iter(places(document, problem)))
     times = seconds[name] / seconds[first]
@@ -132,17 +132,20 @@ def _rates_of(part: Document, name: str) -> str:
 
 
 def _chance(document: Document, found: Ranks, best: int, able: Sequence[int]) -> str:
-    """Which others may be as good, by a bootstrap over the seeds."""
+    """The other optimizers that may be as good, by a bootstrap over the seeds."""
     if _seeds(document) < 2:
-        return "One seed cannot show how much of this is chance."
+        return "One seed cannot show whether differences are significant."
     share = (found.resampled <= found.resampled[best]).mean(axis=1)
     near = sorted(
         (i for i in able if i != best and share[i] > NOT_APART), key=found.mean.__getitem__
     )
     if near:
         names = _listed([label(found.contenders[i]) for i in near])
-        return f"The seeds are too few to tell whether it is better than {names}."
-    return f"It beat every other optimizer in at least {1 - NOT_APART:.0%} of the seed resamplings."
+        return f"With these seeds, the difference from {names} is not significant."
+    return (
+        f"It is better than every other optimizer in at least {1 - NOT_APART:.0%} of the "
+        "resamples of seeds."
+    )
 
 
 def _by_time(document: Document, part: Document) -> list[str]:
@@ -157,12 +160,12 @@ def _by_time(document: Document, part: Document) -> list[str]:
     name, times = best["names"][0], average(best)
     reached = f"{len(best['ratios'])} of {_counted(best['runs'], 'run')}"
     return [
-        f"For the least time to the target loss: {name}{_drawbacks(document, name)}. It reaches "
-        f"that loss in {reached}, no other one in more, and "
+        f"For the shortest time to the target loss: {name}{_drawbacks(document, name)}. It "
+        f"reaches the target in {reached}, the most of all optimizers, and "
         + (
-            "is the fastest there."
+            "is the fastest in these."
             if times < 1.05
-            else f"takes on average {_times(times)} as long as the fastest one of each run."
+            else f"takes on average {_times(times)} as long as the fastest optimizer of each run."
         )
     ]
 
@@ -174,8 +177,8 @@ def _by_width(document: Document, part: Document) -> list[str]:
     name = max(found, key=lambda group: found[group])
     return [
         f"If the learning rate cannot be tuned: {name[0]}{_drawbacks(document, name[0])}. It "
-        "reaches the target loss with the widest range of rates: the greatest is on average "
-        f"{_times(10 ** found[name])} the least."
+        "reaches the target loss with the widest range of rates: the largest is on average "
+        f"{_times(10 ** found[name])} the smallest."
     ]
 
 

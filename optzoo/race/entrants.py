@@ -1,4 +1,4 @@
-"""The contenders: the catalogue, distributed methods, and factories of other libraries."""
+"""The optimizers of a race: the catalogue, distributed methods, and other libraries."""
 
 import difflib
 import functools
@@ -22,7 +22,7 @@ Factory = Callable[..., optax.GradientTransformation]
 
 
 class Entrant(NamedTuple):
-    """An optimizer and what the race needs to know about it."""
+    """An optimizer with the facts that the race needs."""
 
     entry: Entry
     family: str
@@ -52,8 +52,8 @@ def find(optimizers: Iterable[str | Factory]) -> dict[str, Entrant]:
             argument is the learning rate, its others have defaults.
 
     Raises:
-        ValueError: if a name is unknown (the message has similar ones), if two factories have the
-            same name, or if what is found is no such factory.
+        ValueError: if a name is unknown (the message suggests similar names), if two factories have
+            the same name, or if the object found is not such a factory.
     """
     known, found, factories = entrants(), dict[str, Entrant](), dict[str, Factory]()
     for given in optimizers:
@@ -65,13 +65,13 @@ def find(optimizers: Iterable[str | Factory]) -> dict[str, Entrant]:
         else:
             name, factory = _name_of(given), given
         if factories.setdefault(name, factory) is not factory:
-            raise ValueError(f"two optimizers are called {name!r}: give the factories other names")
+            raise ValueError(f"two optimizers have the name {name!r}: rename one of the factories")
         found[name] = _foreign(name, factory)
     return found
 
 
 def unknown(what: str, name: Any, known: Iterable[str]) -> ValueError:
-    """The error for a name that nothing has, with similar names."""
+    """The error for an unknown name, with similar names."""
     known = list(known)
     near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
@@ -79,7 +79,7 @@ def unknown(what: str, name: Any, known: Iterable[str]) -> ValueError:
 
 
 def arguments(entrant: Entrant, given: Any) -> dict[str, Any]:
-    """The arguments that a run has, without the rate: defaults of the factory, and given values."""
+    """The arguments of a run except the rate: defaults of the factory, and given values."""
     values = {}
     for i, p in enumerate(inspect.signature(entrant.entry.factory).parameters.values()):
         if i and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
@@ -97,7 +97,7 @@ def _plain(value: Any) -> Any:
 
 
 def _family(name: str, entry: Entry) -> str:
-    """A coarse family, to show or hide many lines of a figure at once."""
+    """The family of an optimizer, to show or hide many lines of a figure at once."""
     for folder in ("second_order", "proximal"):
         if entry.factory.__module__.startswith(f"optzoo.{folder}."):
             return folder.replace("_", "-")
@@ -114,7 +114,9 @@ def _imported(name: str, known: Iterable[str]) -> Any:
         try:
             found: Any = importlib.import_module(module_name)
         except ImportError as error:
-            raise ValueError(f"optimizer {name!r}: no import of {module_name!r}: {error}") from None
+            raise ValueError(
+                f"optimizer {name!r}: {module_name!r} cannot be imported: {error}"
+            ) from None
         names, prefix = vars(found), f"{module_name}:"
     elif name.startswith("optax."):
         module_name, _, path = name.rpartition(".")
@@ -154,14 +156,17 @@ def _name_of(factory: Any) -> str:
             return name
     for name, entry in CATALOG.items():
         if entry.factory is factory:
-            raise ValueError(f"give {name!r} instead of its factory: the catalogue has its rate")
+            raise ValueError(
+                f"give the name {name!r} instead of its factory, to use the default rate of the "
+                "catalogue"
+            )
     if not hasattr(factory, "__qualname__"):
         raise ValueError(f"a factory must be a function with a name, got {factory!r}")
     return f"{factory.__module__}:{factory.__qualname__}"
 
 
 def _foreign(name: str, factory: Any) -> Entrant:
-    """The entrant of a factory, after a trial of it."""
+    """The entrant of a factory, which is called once as a check."""
     fix = "write a function of the learning rate, and give it as 'module:function'"
     if not callable(factory):
         raise ValueError(f"optimizer {name!r} must be a function, got {factory!r}")
@@ -173,7 +178,7 @@ def _foreign(name: str, factory: Any) -> Entrant:
         tx = factory(rate)
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{name!r} makes no optimizer from a rate alone ({error}): {fix}"
+            f"{name!r} cannot be called with only a learning rate ({error}): {fix}"
         ) from None
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise ValueError(f"{name!r} must return an optax transformation, got {tx!r}: {fix}")

@@ -32,25 +32,26 @@ class Problem:
         name: a short name, used in tables and file names.
         init: ``init(key) -> params``; each seed has other initial parameters.
         loss: ``loss(params, batch) -> scalar``, the function to minimize. ``batch`` has the
-            structure of ``train``. Tables read by :func:`optzoo.lookup` get row-sparse gradients.
-        train: a tree of arrays whose leading axis counts the examples.
-        valid: the same for the held-out data, which decide the best rate.
+            structure of ``train``. Tables read by :func:`optzoo.lookup` have row-sparse gradients.
+        train: a tree of arrays whose leading axis is the examples.
+        valid: the same for the held-out data, which select the best rate.
         metrics: by name, ``metric(params, valid) -> scalar``, reported at the end of each run.
-        l1: strength of an L1 penalty on all parameters. Optimizers with an
-            ``l1_regularization_strength`` get it as this argument and a loss without it; for the
+        l1: strength of an L1 penalty on all parameters. Optimizers with the argument
+            ``l1_regularization_strength`` receive it there, with a loss without the penalty; for
             others it is part of the loss. The validation loss always includes it.
         batch_size: number of examples for each step.
         batches: ``batches(seed, steps) -> indices`` of the examples of each step, of shape
             (steps, batch_size); None to draw them with replacement.
         steps: number of steps of a run.
-        evaluations: how often the validation loss is computed during a run, evenly spaced; if
+        evaluations: the number of evenly spaced evaluations of the validation loss during a run; if
             ``steps`` is not a multiple of it, the remaining steps are not run.
-        target: the number of steps to reach this validation loss is reported; None for no target.
+        target: a validation loss; the number of steps to reach it is reported. None for no target.
         track: ``track(params) -> array``, recorded at each evaluation of the best run.
         published: ``published(optimizer) -> facts`` about published runs, for a column of the
-            report, as :func:`optzoo.race.published.compare` returns them, or None.
+            report, as returned by :func:`optzoo.race.published.compare`, or None.
         embeddings: whether the model consists of embedding tables, read by :func:`optzoo.lookup`.
-            The advice for such models is separate, and a step with dense gradients is timed too.
+            Such models have separate recommendations, and a step with dense gradients is also
+            timed.
         about: one sentence for the report.
     """
 

@@ -17,7 +17,7 @@ from .published import quadratic_deep
 
 
 def digits() -> Problem:
-    """Handwritten digits (scikit-learn's copy of the UCI set), a small perceptron."""
+    """Handwritten digits (scikit-learn's copy of UCI's data), a small perceptron."""
     from sklearn import datasets
 
     images, labels = (np.asarray(a) for a in datasets.load_digits(return_X_y=True))
@@ -47,7 +47,7 @@ def digits() -> Problem:
 
 
 def breast_cancer() -> Problem:
-    """Breast cancer diagnosis (scikit-learn's copy of the UCI set), logistic regression with L1."""
+    """Breast cancer diagnosis (scikit-learn's copy of UCI's data), logistic regression with L1."""
     from sklearn import datasets
 
     features, labels = (np.asarray(a) for a in datasets.load_breast_cancer(return_X_y=True))
@@ -130,7 +130,7 @@ def words(num_rows: int = 12_000) -> Problem:
 
 
 def valley() -> Problem:
-    """Rosenbrock's curved valley in two dimensions, for the figure."""
+    """Rosenbrock's function in two dimensions, for the figure."""
 
     def init(key):
         return jnp.array([-1.2, 1.0]) + 0.1 * jax.random.normal(key, (2,))
@@ -234,7 +234,7 @@ PROBLEMS = DEFAULT_PROBLEMS | {"characters": characters, "quadratic_deep": quadr
 
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """The cross-entropy, its mean over the rows."""
+    """The mean cross-entropy over the rows."""
     log_probability = jax.nn.log_softmax(logits)
     return -jnp.mean(jnp.take_along_axis(log_probability, labels[:, None], axis=1))
 
@@ -249,9 +249,9 @@ def _split(*arrays: np.ndarray):
 
 @functools.cache
 def _words(vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-    """All words of the modules as ids, ordered by decreasing frequency, and the frequencies.
+    """All words of the modules as ids, by decreasing frequency, and the frequencies.
 
-    All words that are too rare for an id have id 0.
+    Words that are too rare for an own id have id 0.
     """
     tokens = re.findall(r"[A-Za-z_][A-Za-z_0-9]*", _standard_library())
     common = collections.Counter(tokens).most_common(vocabulary - 1)

@@ -1,4 +1,4 @@
-"""The problem ``quadratic_deep`` of DeepOBS, and the runs of TensorFlow 1 that are published.
+"""The problem ``quadratic_deep`` of DeepOBS, and published runs of TensorFlow 1.
 
 Source and licence of the data: ``data/README.md``.
 """
@@ -30,7 +30,7 @@ class Run(NamedTuple):
     arguments: dict[str, float]  # of the optimizer
     seed: int  # of the graph
     shuffle: str  # the order of its examples: op seed/graph seed
-    hessian: int  # which problem it was of those that its process built
+    hessian: int  # the index of the problem among those that its process built
     epochs: tuple[int, int]  # the first and the last one of the losses
     train: np.ndarray  # loss on the training data at the end of each epoch
     test: np.ndarray
@@ -58,8 +58,8 @@ def quadratic_deep() -> Problem:
     def batches(seed: int, steps: int) -> np.ndarray:
         if seed >= len(orders):
             raise ValueError(
-                f"quadratic_deep has the order of the examples of {len(orders)} seeds: "
-                f"seeds must be at most {len(orders)}, got {seed + 1}"
+                "quadratic_deep has stored orders of examples: seeds must be at most "
+                f"{len(orders)}, got {seed + 1}"
             )
         epoch = orders[seed][:EXAMPLES].reshape(-1, BATCH)
         return epoch[np.arange(steps) % len(epoch)]
@@ -82,10 +82,10 @@ def quadratic_deep() -> Problem:
 
 
 def replay(runs: Sequence[Run]) -> np.ndarray:
-    """Repeats published runs of one optimizer with ours.
+    """Repeats published runs of one optimizer with the optimizer of this library.
 
     Args:
-        runs: runs that have the same optimizer and the same arguments.
+        runs: runs with the same optimizer and the same arguments.
 
     Returns:
         Train and test loss before the first and after each epoch, of shape (runs, 101, 2).
@@ -124,10 +124,10 @@ def compare(optimizer: str) -> dict[str, Any] | None:
     """The mean test loss of the published runs of an optimizer, and of their replay.
 
     Returns:
-        None if no run of it is published; else a dict that can be written as JSON: ``settings``
-        (the arguments that are not those of the catalogue), ``runs`` (how many), ``published`` and
-        ``here`` (mean test losses after the last epoch) and ``difference`` (the largest relative
-        one, of train and test losses, over all published epochs).
+        None if no run of it is published, otherwise a dict that can be written as JSON:
+        ``settings`` (the arguments that differ from the catalogue), ``runs`` (their number),
+        ``published`` and ``here`` (mean test losses after the last epoch) and ``difference`` (the
+        largest relative difference of train and test losses over all published epochs).
     """
     runs = [run for run in published_runs() if run.optimizer == optimizer]
     if not runs:
@@ -146,7 +146,7 @@ def compare(optimizer: str) -> dict[str, Any] | None:
 
 
 def difference(run: Run, losses: np.ndarray) -> float:
-    """The largest relative difference of a replay to a published run."""
+    """The largest relative difference between a replay and a published run."""
     first, last = run.epochs
     return float(np.max(np.abs(losses[first : last + 1] / run.losses - 1)))
 
@@ -171,7 +171,7 @@ def _orders() -> dict[str, np.ndarray]:
 
 @functools.cache
 def _hessian(number: int) -> np.ndarray:
-    """The Hessian of a problem after ``number`` others: all draw from one generator."""
+    """The Hessian of problem ``number``; all problems draw from one generator, in order."""
     rng = np.random.RandomState(42)
     draw = lambda: ([*rng.uniform(0, 1, 90), *rng.uniform(30, 60, 10)], _rotation(rng))
     eigenvalues, rotation = [draw() for _ in range(number + 1)][number]
@@ -179,7 +179,7 @@ def _hessian(number: int) -> np.ndarray:
 
 
 def _rotation(rng: np.random.RandomState) -> np.ndarray:
-    """A random rotation: one of the plane, then a reflection for each further dimension.
+    """A random rotation: a rotation of the plane, then a reflection for each further dimension.
 
     Diaconis and Shahshahani, The subgroup algorithm for generating uniform random variables, 1987.
     """

@@ -39,7 +39,7 @@ def table(document: Mapping[str, Any], problem: str) -> list[Row]:
 
 
 def counted(document: Mapping[str, Any], problem: str) -> str:
-    """How many rows the table has, and how many of their curves differ."""
+    """The number of rows of the table, and of different curves."""
     rows, curves = (len(f(document, problem)) for f in (ranking, coinciding))
     optimizers = f"{rows} optimizer" + "s" * (rows != 1)
     return optimizers if curves == rows else f"{optimizers}, {curves} different curves"
@@ -58,22 +58,21 @@ def skipped(document: Mapping[str, Any]) -> list[str]:
 
 
 def explanation(document: Mapping[str, Any]) -> str:
-    """How to read the tables."""
+    """An explanation of the tables."""
     settings, machine = document["settings"], document["machine"]
     rates = (
         f"{len(settings['rates'])} given rates"
         if settings["rates"]
-        else f"a grid of {settings['num_rates']} rates half a decade apart, extended if the "
-        "best one was at its edge"
+        else f"a grid of {settings['num_rates']} rates half a decade apart, extended if the best "
+        "rate was at its edge"
     )
     return (
-        f"Each optimizer was tuned over {rates}, with {settings['seeds']} seeds; the best mean "
-        "validation loss decides. Values are means ± standard deviations over the seeds. A step "
-        "is one compiled training step of one run, dispatch included; its time is the least of "
+        f"Each optimizer was tuned over {rates}, with {settings['seeds']} seeds, by the best mean "
+        "validation loss. Values are means ± standard deviations over the seeds. A step is one "
+        "compiled training step of one run, including dispatch; its time is the minimum over "
         f"{settings['timed_stretches']} stretches of {settings['timed_steps']} steps after a "
-        "warm-up, beside the least and the greatest. "
-        f"{machine['device']}, {machine['cores']} cores, JAX {machine['jax']}, "
-        f"optzoo {document['version']}."
+        f"warm-up, with the range. {machine['device']}, {machine['cores']} cores, JAX "
+        f"{machine['jax']}, optzoo {document['version']}."
     )
 
 
@@ -88,7 +87,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         title = f"## {_markdown_text(problem)}"
         parts += [title, _markdown_text(headline(document, problem))]
         if rows:
-            parts.append(f"{counted(document, problem)}. Equal curves share a place.")
+            parts.append(f"{counted(document, problem)}. Equal curves share a rank.")
             texts = [[*map(_markdown_text, cells)] for cells in (rows[0], *map(dict.values, rows))]
             lines = [texts[0], ["---"] * len(rows[0]), *texts[1:]]
             parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in lines))
@@ -99,7 +98,7 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def _markdown_text(value: str) -> str:
-    """One line of Markdown that shows this text."""
+    """One line of Markdown with this text, escaped."""
     line = " ".join(value.split())
     line = re.sub(r"([\\`*_\[\]{}<>|~#&$!])", r"\\\1", line)
     line = re.sub(r"^([-+](?=[-+ ]))", r"\\\1", line)  # no list, no rule
@@ -113,7 +112,7 @@ def _spread(value: Mapping[str, float | None]) -> str:
 
 
 def _published(facts: Mapping[str, Any] | None) -> Row:
-    """The loss of published runs, with their settings, and ours with the same settings."""
+    """The loss of published runs, and of this library with the same settings."""
     if facts is None:
         return {"published": "-", "replayed": "-"}
     return {

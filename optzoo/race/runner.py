@@ -36,9 +36,9 @@ class Settings:
             which is extended, at most ``extensions`` times, while the best rate is at its edge.
         num_rates: the size of that grid, with steps of half a decade.
         seeds: number of runs for each rate.
-        steps: number of steps, instead of that of the problem.
-        timed_steps: number of consecutive steps that are timed together, refreshes included.
-        timed_stretches: how often so many steps are timed.
+        steps: number of steps; None for that of the problem.
+        timed_steps: number of consecutive steps that are timed together, including refreshes.
+        timed_stretches: number of such timed stretches.
     """
 
     rates: tuple[float, ...] | None = None
@@ -50,7 +50,7 @@ class Settings:
     timed_stretches: int = 5
 
     def grid(self, default_rate: float, block: int = 0) -> np.ndarray:
-        """The rates to try around a default rate; other blocks than 0 extend the grid."""
+        """The rates to try around a default rate; blocks other than 0 extend the grid."""
         if self.rates is not None:
             return np.array(self.rates)
         middle = (self.num_rates - 1) // 2
@@ -59,12 +59,12 @@ class Settings:
 
 
 class Unsuited(Exception):
-    """The optimizer cannot run on the problem; the message has the reason."""
+    """Raised if an optimizer cannot run on a problem; the message has the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What all optimizers share on a problem, computed and compiled once.
+    """The inputs and functions that all optimizers share on a problem, compiled once.
 
     Attributes:
         problem: the problem.
@@ -140,10 +140,10 @@ def run_one(start: Start, name: str, entrant: Entrant, program: Any) -> dict[str
     """Trains with every rate and seed, selects the best rate and describes its runs.
 
     Args:
-        start: from :func:`prepare`.
+        start: the result of :func:`prepare`.
         name: the name in the result.
         entrant: the optimizer.
-        program: of :func:`traced`, compiled.
+        program: the compiled program of :func:`traced`.
 
     Returns:
         A dict that can be written as JSON; ``diverged`` is true if no rate gave a finite loss.
@@ -173,7 +173,7 @@ def run_one(start: Start, name: str, entrant: Entrant, program: Any) -> dict[str
 
 
 def times(start: Start, entrant: Entrant, rate: float) -> dict[str, Any]:
-    """The duration of a step of one run: the least of several stretches of steps, and the range."""
+    """The duration of a step of one run: the minimum over several stretches, and the range."""
     problem = start.problem
     loss, kwargs = _loss_and_arguments(start, entrant)
     tx = entrant.entry.make(rate, **kwargs)
@@ -203,7 +203,7 @@ def times(start: Start, entrant: Entrant, rate: float) -> dict[str, Any]:
 
 
 def _loss_and_arguments(start: Start, entrant: Entrant) -> tuple[Any, dict[str, float]]:
-    """The training loss; and L1 as an argument instead of in the loss, if there is one."""
+    """The training loss, and the L1 argument that replaces the penalty in it, if supported."""
     problem = start.problem
     kwargs = _l1_arguments(problem, entrant.entry, int(start.observed_steps[-1]))
     return problem.loss if kwargs else lambda p, batch: _objective(problem, p, batch), kwargs
@@ -347,7 +347,7 @@ def _begin(tx: Any, params: Any, is_replicated: bool) -> tuple[Any, Any]:
 
 
 def _gradients(entrant: Entrant) -> Any:
-    """Row-sparse gradients of tables are for the optimizers of this library."""
+    """The gradient function: row-sparse for tables with optimizers of this library."""
     return jax.value_and_grad if entrant.is_foreign else value_and_grad
 
 
@@ -361,7 +361,7 @@ def _plain_step(loss: Any, tx: Any, value_and_grad: Any = value_and_grad) -> Any
 
 
 def _replicated_step(loss: Any, tx: Any) -> Any:
-    """A step of all replicas, each on its part of the batch; on all of it if it cannot be split."""
+    """A step of all replicas, each on its part of the batch, or on the whole if not divisible."""
 
     def share(a):
         if a.shape[0] % REPLICAS:

@@ -1,4 +1,4 @@
-"""A whole race: every optimizer on every problem; each result is saved at once."""
+"""A complete race: every optimizer on every problem; each result is saved immediately."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Progress:
 def check(
     problems: Sequence[Problem | str], optimizers: Sequence[str | Factory], settings: Settings
 ) -> tuple[list[Problem], dict[str, Entrant]]:
-    """The problems, and the optimizers by name, if a race of them is possible.
+    """The problems, and the optimizers by name, after checks.
 
     Raises:
         ValueError: as :func:`run`.
@@ -97,56 +97,56 @@ def run(
 
     Args:
         problems: names of built-in problems, or :class:`Problem` objects.
-        optimizers: names in the catalogue; of distributed methods, which train 8 replicas with
-            ``adam``, each on its part of the batch; in optax (``"optax.adamw"``,
+        optimizers: names in the catalogue; names of distributed methods, which train 8 replicas
+            with ``adam``, each on its part of the batch; names in optax (``"optax.adamw"``,
             ``"optax.contrib.muon"``); ``"module:factory"``; or factories of the learning rate, such
-            as ``optax.adamw``. Those of other libraries get dense gradients.
+            as ``optax.adamw``. Optimizers of other libraries receive dense gradients.
         settings: rates, seeds and steps; None for the defaults.
         out: a folder for ``results.json``, ``leaderboard.md``, the figures and ``index.html``; None
             to write nothing. Runs found there with the same settings are not repeated. Several
-            races may use one folder, also at the same time: its files have the runs of all. Those
-            with other settings, or of a problem that has changed, are in ``results.json`` alone.
+            races may use one folder, also at the same time: its files contain the runs of all. Runs
+            with other settings, or of a problem that has changed, are in ``results.json`` only.
         fresh: repeat the runs found in ``out``; each is replaced when its repetition is finished.
         watch: called before each run and once at the end.
 
     Returns:
-        A dict that can be written as JSON, as in ``results.json``, which also has the number of
-        runs that were planned. None stands for numbers that are not finite.
+        A dict that can be written as JSON, as in ``results.json``. Numbers that are not finite are
+        None.
 
         - ``version`` of the format, ``settings`` and ``machine``, dicts.
         - ``problems``: by name ``about``, ``target``, ``embeddings`` and ``fingerprint``, a hash of
-          all that the runs depend on.
-        - ``results``: a dict for each run that was made, see below.
+          all inputs of the runs.
+        - ``results``: a dict for each finished run, see below.
         - ``skipped``: for each optimizer that does not suit a problem ``problem``, ``optimizer``,
           ``fingerprint`` and ``skipped``, the reason.
-        - ``others``: all other runs in ``out``, which a later race may use.
+        - ``others``: all other runs in ``out``, which later races may use.
 
-        A result has, of the best rate:
+        A result has, for the best rate:
 
         - ``problem``, ``optimizer``, ``family``, ``rows`` (the policy for row-sparse gradients),
           ``arguments`` (a dict) and ``fingerprint``.
         - ``rate``; ``diverged``, whether no rate gave a finite loss; ``loss``, the final one, with
           ``mean`` and ``std`` over the seeds; ``metrics``, the same for each metric by its name.
-        - ``rates``: for each rate that was tried ``rate``, ``loss`` (the mean), ``losses`` (of the
-          seeds) and ``diverged``.
+        - ``rates``: for each rate ``rate``, ``loss`` (the mean), ``losses`` (of the seeds) and
+          ``diverged``.
         - ``steps to target``: ``mean`` and ``std`` if all seeds reached the target of the problem,
-          else None; ``steps to target by seed``, None for those that did not.
+          otherwise None; ``steps to target by seed``, None for seeds that did not reach it.
         - ``curve``: ``steps``, and the ``mean``, ``low`` and ``high`` loss at each.
-        - ``track``: what ``Problem.track`` gives at these steps; None without it.
-        - ``state bytes per parameter``; ``seconds per step``, the least of several stretches, and
-          ``seconds per step from`` and ``seconds per step to``, the range; for problems with
-          embeddings ``seconds per dense step``, except of optimizers of other libraries and
+        - ``track``: the results of ``Problem.track`` at these steps; None without it.
+        - ``state bytes per parameter``; ``seconds per step``, the minimum over several stretches,
+          and ``seconds per step from`` and ``seconds per step to``, the range; for problems with
+          embeddings ``seconds per dense step``, except for optimizers of other libraries and
           methods with replicas.
-        - ``published``: results of others, if the problem has them.
+        - ``published``: published results, if the problem has them.
 
     Raises:
         OSError: before the first run, if ``out`` cannot be written.
-        ValueError: if a problem or an optimizer is unknown (the message has similar names), or a
-            factory makes no optimizer from a rate alone, or a problem has not as many seeds; before
-            the first run.
+        ValueError: before the first run, if a problem or an optimizer is unknown (the message
+            suggests similar names), if a factory cannot be called with only a rate, or if a problem
+            has fewer seeds.
 
     Warns:
-        UserWarning: if ``results.json`` is damaged. It gets another name, its good runs are kept.
+        UserWarning: if ``results.json`` is damaged. It is renamed, and its valid runs are kept.
     """
     settings = settings or Settings()
     # Check all arguments before the first run.
@@ -169,7 +169,7 @@ def run(
             watch(Progress(done, len(found), len(todo), problem, optimizer, seconds))
 
     def save(*, publish: bool) -> dict[str, Any]:
-        """Merges the race with what others have written to the folder in the meantime."""
+        """Merges the race with results that others have written to the folder in the meantime."""
         mine = {key: known[key] for key in todo if key in known}
         if not folder:
             return _document(header, facts, mine, {})
@@ -199,7 +199,7 @@ def run(
         for key in _doubtful_times({key: known[key] for key in todo}):
             if key not in found:
                 known[key] = _timed_again(known[key], start_of(key[0]), contenders[key[1]])
-    except BaseException:  # Ctrl-C, a signal, an error: what is finished has a page
+    except BaseException:  # also after Ctrl-C, a signal or an error
         save(publish=True)
         raise
     notify()
@@ -207,7 +207,7 @@ def run(
 
 
 def _comparable(runs: storage.Runs, facts: Any, asked: set[tuple[str, str]]) -> storage.Runs:
-    """The runs of other races that one page can show: same problem and settings, each name once."""
+    """The runs of other races for the same page: same problem and settings, each name once."""
     found: dict[tuple[str, str], storage.Key] = {}
     for key in runs:
         problem, optimizer, fingerprint = key
@@ -231,7 +231,7 @@ def _todo(
 def _programs(
     entrants: Iterable[tuple[Start, Entrant]],
 ) -> Generator[futures.Future[Any]]:
-    """The program of each run: a thread compiles it while the one before it runs."""
+    """The program of each run; a thread compiles it during the previous run."""
     compiler = futures.ThreadPoolExecutor(1)
     try:
         begun = (_begun(compiler, start, entrant) for start, entrant in entrants)
@@ -244,7 +244,7 @@ def _programs(
 
 
 def _begun(compiler: futures.Executor, start: Start, entrant: Entrant) -> futures.Future[Any]:
-    """The program of a run that is being compiled; tracing needs the settings of this thread."""
+    """Starts the compilation of a run's program, traced with the settings of this thread."""
     try:
         return compiler.submit(traced(start, entrant))
     except Unsuited as reason:
@@ -270,7 +270,7 @@ def _timed_again(result: dict[str, Any], start: Start, entrant: Entrant) -> dict
 
 
 def _doubtful_times(runs: storage.Runs) -> list[storage.Key]:
-    """The runs whose step took over 10 times as long, or short, as the median of their problem."""
+    """The runs whose step time differs from the median of their problem by a factor above 10."""
     seconds: dict[str, dict[storage.Key, float]] = {}
     for key, run in runs.items():
         if "skipped" not in run:
@@ -287,7 +287,7 @@ def _doubtful_times(runs: storage.Runs) -> list[storage.Key]:
 
 
 def _publish(folder: pathlib.Path, complete: dict[str, Any]) -> None:
-    """To be called alone in the folder."""
+    """Writes the reports; the caller must hold the lock of the folder."""
     storage.write_text(folder / "leaderboard.md", report.markdown(complete))
     pictures = plots.draw(complete, folder)
     pictures.pop("curves.png")  # the page has them as figures
@@ -295,12 +295,12 @@ def _publish(folder: pathlib.Path, complete: dict[str, Any]) -> None:
 
 
 def _facts(problem: Problem) -> dict[str, Any]:
-    """What the report says of a problem."""
+    """The facts about a problem in the report."""
     return {name: getattr(problem, name) for name in ("about", "target", "embeddings")}
 
 
 def _header(settings: Settings) -> dict[str, Any]:
-    """What is equal in all runs that one page shows, as JSON has it."""
+    """The values that are equal in all runs of one page, as in JSON."""
     return {"version": VERSION, "settings": json.loads(json.dumps(dataclasses.asdict(settings)))}
 
 
@@ -322,7 +322,7 @@ def _document(
 
 
 def _fingerprint_of(entrant: Entrant, problem: Problem, fingerprint: str) -> str:
-    """With the code of an optimizer of another library, which the version does not determine."""
+    """Adds a hash of the code of an optimizer of another library to the fingerprint."""
     if not entrant.is_foreign:
         return fingerprint
     params = jax.eval_shape(problem.init, jax.random.key(0))
@@ -344,7 +344,7 @@ def _is_of(fingerprint: str, problem: str) -> bool:
 
 
 def _fingerprint(problem: Problem, settings: Settings) -> str:
-    """A hash of all that the results depend on: code of the model, data, settings."""
+    """A hash of all inputs of the results: code of the model, data, settings."""
     key = jax.random.key(0)
     params = jax.eval_shape(problem.init, key)
     batch = jax.tree.map(lambda a: np.asarray(a[:1]), problem.train)
@@ -397,7 +397,7 @@ _USUAL = {
 
 
 class _Clock:
-    """Estimates the time left: from the runs so far on each problem, else from the usual time."""
+    """Estimates the time left, from the runs so far on each problem or from the usual time."""
 
     def __init__(self, problems: Sequence[Problem], settings: Settings):
         self.seconds: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""The results in a folder: read, checked, and merged with what other races wrote there."""
+"""Reads, checks and writes the results in a folder that several races may share."""
 
 import contextlib
 import json
@@ -17,15 +17,15 @@ Runs = dict[Key, Any]
 
 @contextlib.contextmanager
 def alone_in(folder: pathlib.Path) -> Iterator[None]:
-    """Other races wait before they read or write the folder."""
+    """Locks the folder: other races wait before they read or write it."""
     with locked(folder / ".lock"):
         yield
 
 
 def read_runs(folder: pathlib.Path) -> Runs:
-    """All runs in ``results.json``, to be called :func:`alone_in` the folder.
+    """All runs in ``results.json``; call it inside :func:`alone_in`.
 
-    A file that is damaged, or of another format, gets another name; its good runs are kept.
+    A file that is damaged, or of another format, is renamed, and its valid runs are kept.
 
     Raises:
         OSError: if the file cannot be read.
@@ -48,13 +48,13 @@ def read_runs(folder: pathlib.Path) -> Runs:
     found = [run for runs in lists if isinstance(runs, list) for run in runs]
     good = [run for run in found if _is_run(run)]
     if len(good) < len(found) or not all(isinstance(runs, list) for runs in lists):
-        _set_aside(file, f"{len(good)} of its {len(found)} runs are complete, and kept")
+        _set_aside(file, f"its {len(good)} complete runs of {len(found)} are kept")
         write_text(file, json.dumps({"results": [], "skipped": [], "others": good}))
     return {(r["problem"], r["optimizer"], r["fingerprint"]): r for r in good}
 
 
 def read_problems(folder: pathlib.Path, header: Mapping[str, Any]) -> dict[str, Any]:
-    """The problems in ``results.json`` if it has this header; to be called after read_runs."""
+    """The problems in ``results.json`` if it has this header; call it after read_runs."""
     try:
         document = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -66,7 +66,7 @@ def read_problems(folder: pathlib.Path, header: Mapping[str, Any]) -> dict[str, 
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file atomically, so that an interruption leaves the old one."""
+    """Writes a file atomically, so that an interruption preserves the old one."""
     fresh = path.with_suffix(path.suffix + ".part")
     fresh.write_text(text, encoding="utf-8")
     fresh.replace(path)
@@ -80,7 +80,7 @@ def _set_aside(file: pathlib.Path, reason: str) -> None:
     while (aside := file.with_name(f"{file.stem}.damaged-{number}{file.suffix}")).exists():
         number += 1
     file.rename(aside)
-    warn(f"{file} is damaged ({reason}); it is now {aside.name}")
+    warn(f"{file} is damaged ({reason}); it was renamed to {aside.name}")
 
 
 # ------------------------------------------------------------------------------ the format
@@ -88,7 +88,7 @@ Check = Callable[[Any], bool]
 
 
 def _is_run(run: Any) -> bool:
-    """Whether a run has all that the report and the figures read."""
+    """Whether a run has all values that the report and the figures read."""
     if not (
         isinstance(run, Mapping)
         and all(_is_text(run.get(name)) for name in _NAMES)
@@ -104,13 +104,13 @@ def _is_run(run: Any) -> bool:
 
 
 def _is_shallow(x: Any, levels: int) -> bool:
-    """Whether it can be written again: JSON of many levels cannot."""
+    """Whether a value can be written again, which fails for deeply nested JSON."""
     inside = x.values() if isinstance(x, Mapping) else x if isinstance(x, list) else ()
     return levels >= 0 and all(_is_shallow(y, levels - 1) for y in inside)
 
 
 def _is_text(x: Any) -> bool:
-    """Also without the halves of characters, which no file can hold."""
+    """Whether a value is a string without surrogates, which cannot be encoded."""
     return isinstance(x, str) and not any("\ud800" <= c <= "\udfff" for c in x)
 
 

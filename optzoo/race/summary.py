@@ -1,4 +1,4 @@
-"""What the results of a race say about all problems together: all of it computed from them."""
+"""Statistics of a race over all problems, computed from its results."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ class Ranks(NamedTuple):
     """The mean rank of each contender over the problems, by the final validation loss.
 
     Attributes:
-        contenders: names that coincide on all problems are one contender.
-        mean: of the ranks on all problems.
-        resampled: the same in each resample of the seeds, of shape (contenders, resamples).
+        contenders: groups of names that coincide on all problems.
+        mean: the mean rank over all problems.
+        resampled: the mean rank in each resample of the seeds, of shape (contenders, resamples).
         complete: whether a contender has a run on every problem.
         of_problem: by problem, the rank of each contender; NaN without a run.
     """
@@ -42,10 +42,10 @@ def ranking(document: Document, problem: str) -> list[dict[str, Any]]:
 
 
 def coinciding(document: Document, problem: str) -> list[list[dict[str, Any]]]:
-    """The results on a problem in the order of the ranking, those that coincide together.
+    """The results on a problem in the order of the ranking, grouped by equal curves.
 
-    Two results coincide if their best rates are equal, and so are mean, least and greatest loss of
-    the seeds at each evaluation, up to :data:`TOLERANCE`. Diverged results coincide with none.
+    Two results coincide if their best rates are equal, and mean, smallest and largest loss of the
+    seeds at each evaluation are equal up to :data:`TOLERANCE`. Diverged results never coincide.
     """
     groups: list[list[dict[str, Any]]] = []
     for result in ranking(document, problem):
@@ -61,7 +61,7 @@ def coinciding(document: Document, problem: str) -> list[list[dict[str, Any]]]:
 
 
 def places(document: Document, problem: str) -> dict[str, int]:
-    """The place of each optimizer on a problem; those that coincide share one."""
+    """The rank of each optimizer on a problem; optimizers that coincide share a rank."""
     found: dict[str, int] = {}
     for group in coinciding(document, problem):
         found |= dict.fromkeys((r["optimizer"] for r in group), len(found) + 1)
@@ -69,7 +69,7 @@ def places(document: Document, problem: str) -> dict[str, int]:
 
 
 def contenders(document: Document) -> list[tuple[str, ...]]:
-    """The optimizers with results; those that coincide on all problems are one contender."""
+    """The optimizers with results, grouped by equal curves on all problems."""
     together: dict[str, list[Any]] = {}
     for problem in document["problems"]:
         for i, group in enumerate(coinciding(document, problem)):
@@ -84,8 +84,8 @@ def contenders(document: Document) -> list[tuple[str, ...]]:
 def ranks(document: Document, resamples: int = RESAMPLES) -> Ranks:
     """Mean ranks, with a bootstrap over the seeds.
 
-    In each resample the seeds are drawn with replacement, the same ones for all contenders, and
-    each contender has its best rate for these seeds. A diverged run has the last rank.
+    In each resample the seeds are drawn with replacement, equally for all contenders, and each
+    contender has its best rate for these seeds. A diverged run has the last rank.
     """
     names = contenders(document)
     results = {(r["problem"], r["optimizer"]): r for r in document["results"]}
@@ -115,7 +115,7 @@ def costs(document: Document, by: str) -> tuple[list[tuple[str, ...]], np.ndarra
         by: ``"steps"`` or ``"seconds"``.
 
     Returns:
-        The contenders; and their costs on each problem with a target, at each seed.
+        The contenders, and their costs on each problem with a target, for each seed.
     """
     names = contenders(document)
     results = {(r["problem"], r["optimizer"]): r for r in document["results"]}
@@ -131,10 +131,10 @@ def costs(document: Document, by: str) -> tuple[list[tuple[str, ...]], np.ndarra
 
 
 def profile(document: Document, by: str) -> list[dict[str, Any]]:
-    """A performance profile: for each contender the sorted ratios of its costs to the least cost.
+    """A performance profile: the sorted ratios of each contender's costs to the smallest cost.
 
-    The share of runs that a contender finishes within a factor is the share of its ratios below it.
-    Runs that no contender finishes do not count.
+    The fraction of runs that a contender finishes within a factor is the fraction of its ratios
+    below it. Runs that no contender finishes are excluded.
     """
     names, cost = costs(document, by)
     finished = np.isfinite(cost).any(axis=0)
@@ -151,10 +151,10 @@ def profile(document: Document, by: str) -> list[dict[str, Any]]:
 
 
 def widths(document: Document) -> dict[tuple[str, ...], float]:
-    """The mean width of the rates with which a contender reaches the target, in decades.
+    """The mean width, in decades, of the range of rates with which a contender reaches the target.
 
-    Counted for problems with a target: from the least to the greatest rate of the longest series of
-    neighbouring rates whose mean final loss is at the target or below.
+    For each problem with a target, the range is the longest series of neighbouring rates whose mean
+    final loss is at most the target.
     """
     results = {(r["problem"], r["optimizer"]): r for r in document["results"]}
     found: dict[tuple[str, ...], list[float]] = {}
@@ -166,7 +166,7 @@ def widths(document: Document) -> dict[tuple[str, ...], float]:
 
 
 def unequal_arguments(document: Document) -> list[dict[str, Any]]:
-    """The arguments that several optimizers have, with different values in this race."""
+    """The arguments that several optimizers share, with different values in this race."""
     seen: dict[str, dict[str, list[Any]]] = {}
     for r in document["results"]:
         for name, value in r["arguments"].items():
@@ -186,12 +186,12 @@ def unequal_arguments(document: Document) -> list[dict[str, Any]]:
 
 
 def label(names: Sequence[str]) -> str:
-    """A contender's name: all names of the optimizers that coincide."""
+    """The name of a contender: all names of the optimizers that coincide."""
     return " = ".join(names)
 
 
 def interval(resampled: np.ndarray) -> tuple[float, float]:
-    """The middle of a bootstrap distribution that has the share :data:`INTERVAL`."""
+    """The central interval of a bootstrap distribution with the probability :data:`INTERVAL`."""
     tail = (1 - INTERVAL) / 2
     low, high = np.quantile(resampled, [tail, 1 - tail])
     return float(low), float(high)
@@ -224,7 +224,7 @@ def _losses(result: Mapping[str, Any]) -> np.ndarray:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks from 1 along the first axis; equal values have the mean of theirs."""
+    """Ranks from 1 along the first axis; equal values have the mean of their ranks."""
     less = (values[None] < values[:, None]).sum(axis=1)
     equal = (values[None] == values[:, None]).sum(axis=1)
     return less + (equal + 1) / 2

@@ -12,10 +12,10 @@ DISTURBED = 10
 def time_stretches(
     step: Any, params: Any, state: Any, examples: Any, *, steps: int, stretches: int
 ) -> list[float]:
-    """Seconds per step of stretches of consecutive steps, of one program that is warm.
+    """Seconds per step of stretches of consecutive steps of one program, after a warm-up.
 
-    While the slowest stretch took more than 10 times as long as the fastest one, it is timed
-    again; at most as often as there are stretches.
+    While the slowest stretch took more than 10 times as long as the fastest one, it is timed again,
+    at most as many times as there are stretches.
     """
     count = 0
 

@@ -1,7 +1,7 @@
 """Orthonormal bases of eigenvectors, with first derivatives.
 
-Eigenvectors have no derivative where eigenvalues are equal, as those of a matrix that is not of
-full rank. JAX gives NaN there; here vectors of one eigenvalue do not turn among themselves.
+Eigenvectors have no derivative where eigenvalues are equal, for example in a matrix without full
+rank. JAX gives NaN in this case; here the vectors of one eigenvalue do not rotate into each other.
 """
 
 import functools
@@ -15,33 +15,35 @@ from .eigh import by_platform, decompose, eigh, one_by_one
 
 matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
-EQUAL = 1e-6  # eigenvalues that differ by less, relative to the largest, count as equal
+EQUAL = (
+    1e-6  # eigenvalues with a smaller difference, relative to the largest, are regarded as equal
+)
 # Above this size matrices are decomposed one after the other on a TPU: XLA needs four to five times
 # as long to compile a QR decomposition of several matrices of 512 or 768 as of one.
 ONE_BY_ONE = 256
 
 
 def by_eigh(a: Array, old: Array) -> tuple[Array, Array]:
-    """The eigenvectors of a stack of symmetric matrices, in columns; and which can be used.
+    """The eigenvectors of a stack of symmetric matrices, in columns, and a mask of the usable ones.
 
     Args:
         a: the matrices, of shape ``(n, d, d)``.
-        old: the bases so far, which are not needed.
+        old: the previous bases (unused).
     """
     basis = _eigenvectors(a)
     return basis, _finite(basis)
 
 
 def by_qr(a: Array, old: Array) -> tuple[Array, Array]:
-    r"""Bases nearer to eigenvectors than the old ones, by a power iteration; and which can be used.
+    r"""Bases refined by one power iteration, and a mask of the usable ones.
 
-    :math:`\mathrm{QR}(A\, Q)`, where the columns of the old basis are taken in the order of
-    :math:`q^\top A\, q`, the largest first. Each column of the new basis is in the place of the
-    column that it comes from.
+    :math:`\mathrm{QR}(A\, Q)`, with the columns of the old basis sorted by :math:`q^\top A\, q`,
+    the largest first. Each new column has the position of the old column from which it was
+    computed.
 
     Args:
         a: symmetric matrices, of shape ``(n, d, d)``.
-        old: the bases so far.
+        old: the previous bases.
     """
     powers = matmul(a, old)
     order = jnp.argsort(-jnp.sum(old * powers, axis=1), axis=1)
@@ -51,7 +53,7 @@ def by_qr(a: Array, old: Array) -> tuple[Array, Array]:
 
 
 def unchanged(a: Array, old: Array) -> tuple[Array, Array]:
-    """The bases so far; and which can be used."""
+    """The previous bases, and a mask of the usable ones."""
     return old, _finite(old)
 
 

@@ -1,4 +1,4 @@
-"""Eigenvectors, also inside of a derivative; and how LAPACK is called."""
+"""Eigenvectors, also inside derivatives, and calls of LAPACK."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ _QDWH, _KERNEL = 256, 768
 
 
 def decompose(a: Array, **options: Any) -> tuple[Array, Array]:
-    """``jnp.linalg.eigh``, but quickly compiled for TPUs."""
+    """``jnp.linalg.eigh`` with a short compile time on TPUs."""
     usual = lambda a: tuple(jnp.linalg.eigh(a, **options))
     special = dict[str, Callable[..., Any]]()
     if _QDWH < a.shape[-1] <= _KERNEL:
@@ -32,15 +32,15 @@ def by_platform(
     is_linear: bool = False,
     special: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Any:
-    """``f``, an operation of LAPACK, of stacks of matrices ``(..., m, n)``.
+    """``f``, an operation of LAPACK, applied to stacks of matrices ``(..., m, n)``.
 
-    On the CPU it is of one matrix after the other where that of several may never end.
+    On the CPU, matrices are processed one by one where a batched call may never end.
 
     Args:
-        f: of the arrays, also of single matrices.
-        arrays: all of the same leading axes, which those that ``f`` returns have, too.
-        is_linear: whether derivatives of ``f`` are needed. Under ``vmap`` it is of several then.
-        special: what is computed in its place, by platforms.
+        f: a function of the arrays, which also accepts single matrices.
+        arrays: with the same leading axes, which the results of ``f`` also have.
+        is_linear: whether derivatives of ``f`` are needed. Under ``vmap``, ``f`` is then batched.
+        special: replacements of ``f`` by platform.
     """
     special = dict(special or {})
     if LAPACK_WAITS_FOR_THREADS:
@@ -51,7 +51,7 @@ def by_platform(
 
 
 def one_by_one(f: Callable[..., Any], *arrays: Array) -> Any:
-    """``f`` of stacks of matrices, of one after the other."""
+    """``f`` applied to stacks of matrices, one matrix after the other."""
     leading = arrays[0].shape[:-2]
     matrices = [a.reshape(-1, *a.shape[-2:]) for a in arrays]
     out = jax.lax.map(lambda each: f(*each), matrices)
@@ -62,15 +62,15 @@ def one_by_one(f: Callable[..., Any], *arrays: Array) -> Any:
 def eigh(a: Array, optimizer: str) -> tuple[Array, Array]:
     """Eigenvalues in ascending order, and eigenvectors, of symmetric matrices ``(..., d, d)``.
 
-    For the derivative of a function of a matrix. Eigenvectors themselves have none where
-    eigenvalues are equal; JAX gives NaN there.
+    For use in derivatives of functions of a matrix. Eigenvectors have no derivative where
+    eigenvalues are equal; JAX gives NaN in this case.
 
     Args:
         a: the matrices, of which only the lower triangle is read.
-        optimizer: its name, for the error.
+        optimizer: name of the optimizer, for the error.
 
     Raises:
-        NotImplementedError: if they are differentiated.
+        NotImplementedError: if the result is differentiated.
     """
     return decompose(a, symmetrize_input=False)
 

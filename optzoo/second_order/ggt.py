@@ -36,7 +36,7 @@ def _gram_matrix(slots: Any) -> np.ndarray:
 
 
 class GGTSlots(NamedTuple):
-    """What GGT keeps in addition to the Gram matrix of the window."""
+    """The slots of GGT, in addition to the Gram matrix of the window."""
 
     moment1: Signed  # mean of the gradient
     grad_buffer: Slot  # the last moments: a ring buffer along a leading axis
@@ -149,11 +149,11 @@ def ggt(
     Row-sparse gradients become dense (:func:`optzoo.rules.dense`), and the update is an array.
 
     A step reads the window twice and computes the products of every row with the newest one: only
-    that row of the Gram matrix :math:`M_t^\top M_t`, kept in the state, changes. The window takes
+    that row of the Gram matrix :math:`M_t^\top M_t`, kept in the state, changes. The window needs
     :math:`w` times the memory of the parameters; if the state is donated, it is updated in place.
 
-    The slots of a parameter without a gradient are unchanged, and the moment at the current place
-    of its window, the oldest one, is used as :math:`m_t`.
+    The slots of a parameter without a gradient are unchanged, and the oldest moment of its window,
+    at the current position, is used as :math:`m_t`.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -166,13 +166,13 @@ def ggt(
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         b1: :math:`\beta_1`, in [0, 1).
-        window: :math:`w`, an int, positive. It decides about shapes, so
-            ``optax.inject_hyperparams`` needs ``static_args=("window",)``.
+        window: :math:`w`, an int, positive. It determines shapes: ``optax.inject_hyperparams``
+            needs ``static_args=("window",)``.
         eps: :math:`\epsilon`, at least 0. With the defaults :math:`\sqrt{\sigma_{\min}}` is
             always larger.
         svd_eps: :math:`\delta`, positive.
         sigma_eps: :math:`\epsilon_\sigma`, at least 0.
-        window_dtype: dtype of the window, by default that of the other slot. ``"bfloat16"`` halves
+        window_dtype: dtype of the window; None for that of the other slot. ``"bfloat16"`` halves
             its memory; XLA on the CPU makes a float32 copy to compute with it.
         axis_name: within ``jax.shard_map``, the mesh axis along which every parameter is split.
             Sharded parameters under ``jit`` do not need it.
@@ -181,8 +181,8 @@ def ggt(
         TypeError: if the rate is neither a number nor a schedule, the window not an int or its
             dtype not floating-point.
         ValueError: if an argument is out of its range.
-        NotImplementedError: if an update is differentiated twice. First derivatives, by gradients
-            and by arguments, are those of the formula.
+        NotImplementedError: if an update is differentiated twice. First derivatives with respect to
+            gradients and arguments are those of the formula.
 
     References:
         Agarwal et al., `Efficient Full-Matrix Adaptive Regularization
@@ -191,13 +191,13 @@ def ggt(
     Differences from the original:
         Scalars, parameters of different dtypes, row-sparse and missing gradients are accepted.
         ``svd_eps=0`` raises an error. The last term is simplified, :math:`1 - (\sigma - \delta) /
-        \sigma = \delta / \sigma`: in float32 the original, which cancels digits there, differs from
-        the exact parameters 3 to 10 times as much.
+        \sigma = \delta / \sigma`: in float32 the original, which loses digits to cancellation, has
+        an error 3 to 10 times as large.
     """
     direction = scale_by_ggt(
         b1, window, eps, svd_eps, sigma_eps, window_dtype=window_dtype, axis_name=axis_name
     )
-    # Two counts: in TensorFlow the rate follows the global step, and GGT a step of its own.
+    # Two counts: in TensorFlow the rate depends on the global step, and GGT on its own step.
     return chain(direction, scale_by_learning_rate(learning_rate))
 
 
@@ -230,13 +230,13 @@ def _jvp_of_coefficients(primals, tangents):
 
 
 def _eigh(gram: Array) -> tuple[Array, Array]:
-    """Eigenvalues, the least first, and eigenvectors."""
+    """Eigenvalues, the smallest first, and eigenvectors."""
     values, u = eigh(gram, "ggt")
     return jnp.maximum(values, 0), u
 
 
 def _of_eigenvalues(values: Array, least: Array, epsilons: tuple[Any, Any, Any]) -> Array:
-    """The function of the Gram matrix, on its eigenvalues; the last term has the least of them."""
+    """The function of the Gram matrix, on its eigenvalues; the last term uses the smallest one."""
     eps, svd_eps, sigma_eps = epsilons
     # In the last term of the formula 1 - values / sigma is svd_eps / sigma.
     sigma, least = values + svd_eps, least + svd_eps
@@ -263,9 +263,9 @@ def _divided_differences(values: Array, epsilons: tuple[Any, Any, Any]) -> Array
     return first + jnp.where(q[0] > eps, last, 0)
 
 
-@jax.jit  # outside of jit a conditional alone is compiled at each call
+@jax.jit  # outside jit a conditional is compiled at each call
 def _push(windows, rows, p):
-    """The windows, each with its row of ``rows`` at place ``p``; unchanged where that is None."""
+    """The windows, each with its row of ``rows`` at position ``p``; unchanged for a row of None."""
 
     def at(p):
         pairs = zip(windows, rows, strict=True)
@@ -278,7 +278,7 @@ def _push(windows, rows, p):
 
 
 def _products(window: Array, p: Array) -> Array:
-    """The products of all rows with row ``p``; no reshape, which would move shards."""
+    """The products of all rows with row ``p``, without a reshape, which would move shards."""
     row = lax.dynamic_index_in_dim(window, p, 0, keepdims=False)
     replicated = NamedSharding(jax.typeof(row).sharding.mesh, PartitionSpec(None))
     axes = tuple(range(window.ndim))

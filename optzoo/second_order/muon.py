@@ -153,7 +153,7 @@ def muon(
     owners: str | tuple[str, ...] | None = None,
     exchange_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Muon: momentum, made nearly orthogonal by Newton-Schulz iterations, as in ``torch.optim``.
+    r"""Muon: momentum, made nearly orthogonal by Newton-Schulz iterations, as ``torch.optim.Muon``.
 
     For a matrix :math:`x` with the gradient :math:`g`:
 
@@ -163,29 +163,28 @@ def muon(
             \quad\text{with Nesterov, else}\quad u_t = m_t \\
         x_t &= x_{t-1} - \eta_t\, (s\, O(u_t) + \lambda\, x_{t-1})
 
-    :math:`O` replaces the singular values of a matrix by numbers near one. Its :math:`k` steps
-    begin at :math:`X = u / \max(\|u\|_F, \epsilon)`, on the shorter side of the matrix:
+    :math:`O` replaces the singular values of a matrix by numbers near one. Its :math:`k` iterations
+    start at :math:`X = u / \max(\|u\|_F, \epsilon)`, transposed if it has more rows than columns:
 
     .. math::
         X \leftarrow a\, X + (b\, X X^\top + c\, (X X^\top)^2)\, X
 
     With the default arguments, singular values above a hundredth of the norm end between 0.68 and
-    1.14. The factor :math:`s` depends on the shape alone, for a matrix of :math:`I` inputs and
-    :math:`O` outputs:
+    1.14. The factor :math:`s` depends only on the shape, with :math:`I` inputs and :math:`O`
+    outputs:
 
     .. math::
         s = \sqrt{\max(1, O / I)}
             \quad\text{or, to match AdamW,}\quad s = 0.2\, \sqrt{\max(I, O)}
 
-    Muon is for the matrices of hidden layers. Embeddings, the last layer, biases and scales take
-    AdamW, by :func:`optzoo.param_groups`. A parameter whose axes ``axes`` does not describe is
-    refused: a vector always, unless you say otherwise.
+    Muon is for the matrices of hidden layers. Use AdamW for embeddings, the last layer, biases and
+    scales (:func:`optzoo.param_groups`). A parameter that ``axes`` does not describe is an error.
 
-    With ``owners`` each matrix has one owner among the devices along these mesh axes. It gets the
-    whole :math:`u_t`, computes :math:`O(u_t)`, and sends back what the others need; the momentum
-    stays where the parameter is. All matrices of one shape are sent by one all-to-all there and one
-    back, so the number of messages does not depend on the number of layers. Without it XLA divides
-    the products of each matrix, and exchanges them.
+    With ``owners`` each matrix has one owner among the devices along these mesh axes. The owner
+    receives the whole :math:`u_t`, computes :math:`O(u_t)` and sends each device its part; the
+    momentum keeps the sharding of the parameter. All matrices of one shape are sent by one
+    all-to-all and returned by another: the number of messages does not depend on the number of
+    layers. Without ``owners`` XLA partitions the products of each matrix.
 
     Row-sparse gradients become dense (:func:`optzoo.rules.dense`).
 
@@ -203,33 +202,31 @@ def muon(
             usual, with ``"match_rms_adamw"`` the rate of AdamW.
         momentum: :math:`\mu`, in [0, 1).
         nesterov: use Nesterov momentum.
-        ns_steps: :math:`k`, from 1 to 99. It decides how many steps a program has, so
+        ns_steps: :math:`k`, from 1 to 99. It is the static length of a loop:
             ``optax.inject_hyperparams`` needs it among its ``static_args``.
         ns_coefficients: :math:`(a, b, c)`, or one such tuple for each step.
-        eps: :math:`\epsilon`, at least 0: the least that the norm is divided by.
+        eps: :math:`\epsilon`, at least 0: the smallest divisor of the matrix.
         weight_decay: :math:`\lambda`, multiplied by the learning rate, not by :math:`s`; at least
             0.
-        mask: which parameters decay: a pattern of names, a tuple of patterns such as
-            ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
-            returns one of these (:func:`optzoo.param_groups`); None for all.
-        adjust_lr: which :math:`s`: ``"original"``, or ``"match_rms_adamw"``, with which elements
-            move by 0.2 of the rate in the root of the mean square, about as with AdamW.
-        axes: what the axes of parameters are, a letter for each: ``i`` inputs, ``o`` outputs, ``b``
-            a batch of matrices, each by itself. All axes of one letter count as one. ``"io"`` is
-            the kernel of a dense layer in Flax and Keras; ``"oi"`` is that of torch and Equinox;
-            ``"iiio"`` a convolution in two dimensions; ``"ioo"`` and ``"iio"`` are projections into
-            the heads of attention and out of them; ``"bio"`` are layers of a scan, or experts. A
-            tuple has one word for each number of axes, ``("io", "iiio")``. ``"o"`` is a vector of
-            outputs, whose direction is divided by its root mean square, and ``""`` a scalar.
-        iteration_dtype: in which dtype the steps are computed: ``"bfloat16"``, ``"float32"`` or
-            ``"float64"``; None: that of the parameter, float32 at least. Products in bfloat16 are
-            summed in float32, and rounded once; others are in full precision on every backend.
-        owners: the mesh axes along which devices share the matrices, a name or a tuple of names,
-            such as those over which parameters are divided; None: no matrix has an owner. The mesh
-            is that of the parameters, or of ``jax.set_mesh``. Inside of ``shard_map``, where each
-            device has the parameters whole, each computes a share of the matrices.
-        exchange_dtype: in which dtype matrices are sent to their owners and back, such as
-            ``"bfloat16"``; None: their own.
+        mask: the parameters that decay, a mask such as ``"kernel"`` or ``("kernel", "embedding")``
+            (:func:`optzoo.param_groups`); None for all.
+        adjust_lr: the formula of :math:`s`: ``"original"``, or ``"match_rms_adamw"``, with which
+            the root mean square of the elements' steps is 0.2 times the rate, similar to AdamW.
+        axes: the meaning of the axes of parameters, one letter for each axis: ``i`` inputs, ``o``
+            outputs, ``b`` a batch of independent matrices. Axes with the same letter are merged.
+            ``"io"`` is the kernel of a dense layer in Flax and Keras; ``"oi"`` that of torch and
+            Equinox; ``"iiio"`` a convolution in two dimensions; ``"ioo"`` and ``"iio"`` the
+            projections to and from attention heads; ``"bio"`` the layers of a scan, or experts. A
+            tuple has one string for each number of axes: ``("io", "iiio")``. ``"o"`` is a vector of
+            outputs, whose direction is divided by its root mean square; ``""`` is a scalar.
+        iteration_dtype: dtype of the iterations: ``"bfloat16"``, ``"float32"`` or ``"float64"``;
+            None for that of the parameter, at least float32. Products in bfloat16 are summed in
+            float32 and rounded once; others are in full precision on every backend.
+        owners: the mesh axes along which devices share the matrices, a name or a tuple of names;
+            None: no owners. The mesh is that of the parameters, or of ``jax.set_mesh``. Inside
+            ``shard_map``, where the parameters are replicated, each device computes a share.
+        exchange_dtype: dtype in which matrices are sent to their owners and back, such as
+            ``"bfloat16"``; None for their own.
 
     Raises:
         TypeError: if an argument is of the wrong kind.
@@ -245,13 +242,13 @@ def muon(
 
     Differences from the original:
         The last axis of a kernel has the outputs; in torch the first (``axes="oi"``). torch accepts
-        matrices only. The momentum of 16-bit parameters is in float32. A gradient with a norm above
-        2e19 is divided by it; in torch the square overflows and the step is zero. The author's
-        code, `KellerJordan/Muon <https://github.com/KellerJordan/Muon>`_, has no decay by default;
-        adds :math:`\epsilon` to the norm; rounds to bfloat16 after each product and each sum, not
-        once for both; uses :math:`s = 1` for convolutions unless the kernel is higher than wide;
-        and moves a parameter without a gradient by its momentum. ``optax.contrib.muon`` corrects
-        the bias of the two terms of Nesterov momentum by two factors, so its directions differ.
+        matrices only. The momentum of 16-bit parameters is float32. A gradient with a norm above
+        2e19 is normalized; in torch the square overflows and the step is zero. The author's code,
+        `KellerJordan/Muon <https://github.com/KellerJordan/Muon>`_, has no decay by default, adds
+        :math:`\epsilon` to the norm, rounds to bfloat16 after each product and each sum, not once
+        for both, uses :math:`s = 1` for convolutions unless the kernel is higher than wide, and
+        moves a parameter without a gradient by its momentum. ``optax.contrib.muon`` corrects the
+        bias of the two terms of Nesterov momentum by different factors: its directions differ.
     """
     decay = [] if is_number(weight_decay, 0) else [add_decay(weight_decay, mask)]
     direction = scale_by_muon(
@@ -266,7 +263,7 @@ def muon(
 
 
 def _by_step(coefficients: Any, steps: int) -> tuple[tuple[Any, Any, Any], ...]:
-    """Three coefficients for each step."""
+    """Three coefficients for each iteration."""
     must = "ns_coefficients must be three numbers, or a tuple of three for each step"
     if isinstance(coefficients, str) or not hasattr(coefficients, "__len__"):
         raise TypeError(f"{must}, got {coefficients!r}")
@@ -274,14 +271,14 @@ def _by_step(coefficients: Any, steps: int) -> tuple[tuple[Any, Any, Any], ...]:
     if wrong := [row for row in rows if np.shape(row) != (3,)]:
         raise ValueError(f"{must}, got {wrong[0]!r}")
     if len(rows) != steps:
-        raise ValueError(f"{must}, got {len(rows)} of them: ns_steps is {steps}")
+        raise ValueError(f"{must}, got {len(rows)} rows for ns_steps={steps}")
     for coefficient in itertools.chain(*rows):
         check_finite(ns_coefficients=coefficient)
     return tuple(map(tuple, rows))
 
 
 def _by_rank(axes: Any) -> dict[int, str]:
-    """What the axes of parameters are, by their number."""
+    """The letters of the axes of parameters, by the number of axes."""
     words = [axes] if isinstance(axes, str) else axes
     if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
         raise TypeError(f"axes must be a string such as 'io', or a tuple of them, got {axes!r}")
@@ -293,12 +290,12 @@ def _by_rank(axes: Any) -> dict[int, str]:
             )
     by_rank = {len(word): word for word in words}
     if not words or len(by_rank) < len(words):
-        raise ValueError(f"axes must be one word for each number of axes, got {axes!r}")
+        raise ValueError(f"axes must be one string for each number of axes, got {axes!r}")
     return by_rank
 
 
 def _check_axes(options: MuonOptions, tree: Any) -> None:
-    """Raises ``ValueError`` for a parameter, or a gradient, whose axes are not known."""
+    """Raises ``ValueError`` for a parameter or gradient whose axes are not described."""
     for path, x in leaves_with_path(tree, is_leaf=is_sparse_or_none):
         if not is_rows(x) and not (is_array(x) and is_trainable(x)):
             continue
@@ -306,9 +303,9 @@ def _check_axes(options: MuonOptions, tree: Any) -> None:
         if len(shape) not in options.axes:
             known = " or ".join(repr(word) for word in options.axes.values())
             raise ValueError(
-                f"parameter '{path_name(path)}' has shape {shape}, and muon takes parameters with "
-                f"the axes {known}: give others to AdamW by optzoo.param_groups, or say by axes= "
-                "what their axes are"
+                f"parameter '{path_name(path)}' has shape {shape}, but muon accepts the axes "
+                f"{known}: use AdamW for this parameter (optzoo.param_groups), or describe its "
+                "axes with the argument axes"
             )
 
 
@@ -318,7 +315,7 @@ def _check_axes(options: MuonOptions, tree: Any) -> None:
 def _update(
     options: MuonOptions, leaves: list[Leaf], shared: dict[str, Array], t: Array
 ) -> tuple[list[tuple[Any, Any]], dict[str, Array]]:
-    """The rule for :func:`treewise`: of all parameters, since matrices are sent together."""
+    """The rule for :func:`treewise`: all parameters at once, since matrices are sent together."""
     del t
     present = [leaf for leaf in leaves if leaf.g is not None]
     means = [_momentum(options, leaf) for leaf in present]
@@ -329,7 +326,7 @@ def _update(
 
 
 def _momentum(options: MuonOptions, leaf: Leaf) -> tuple[Array, MuonSlots]:
-    """What the direction of a parameter is computed from, and the new mean."""
+    """The input of :math:`O` for one parameter, and its new mean."""
     g = upcast(leaf.g.to_dense() if is_rows(leaf.g) else leaf.g)
     mean = upcast(leaf.slots.momentum_buffer)
     dtype = wide_dtype(g, mean)
@@ -341,7 +338,7 @@ def _momentum(options: MuonOptions, leaf: Leaf) -> tuple[Array, MuonSlots]:
 
 
 def _directions(options: MuonOptions, us: Sequence[Array]) -> list[Array]:
-    """The direction of each parameter, by its owner if it has one."""
+    """The direction of each parameter, computed by its owner if it has one."""
     words = [options.axes[u.ndim] for u in us]
     if options.owners is None:
         return [_direction(options, u, word) for u, word in zip(us, words, strict=True)]
@@ -394,7 +391,7 @@ def _orthogonal(options: MuonOptions, u: Array) -> Array:
         raise ValueError(
             f"iteration_dtype {dtype.name} needs jax.config.update('jax_enable_x64', True) first"
         )
-    # Sums are wide, and what the next product takes is rounded.
+    # Sums are in a wide dtype, and operands of the next product are rounded.
     dtype_of_sums = promote_types(dtype, jnp.float32)
     wide = lambda x: x.astype(dtype_of_sums)
     rounded = lambda x: rounding_cast(x, dtype)
@@ -418,7 +415,7 @@ def _orthogonal(options: MuonOptions, u: Array) -> Array:
 
 
 def _norm(x: Array) -> Array:
-    """The Frobenius norm of each matrix, whose square may be larger than numbers can be."""
+    """The Frobenius norm of each matrix, also where its square would overflow."""
     largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True))
     scaled = safe_divide(x, largest)
     return largest * sqrt(jnp.sum(scaled**2, axis=(-2, -1), keepdims=True))

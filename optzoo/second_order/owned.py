@@ -57,16 +57,15 @@ def with_owners(
     make: Callable[[bool], optax.GradientTransformationExtraArgs],
     has_owner: Callable[[tuple[int, ...]], bool],
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer of which each matrix, with all its slots, lives with one device.
+    """An optimizer in which each matrix, with all its slots, is stored on one device.
 
-    All matrices of one shape are a stack, divided along its first axis. A step sends their
-    gradients to the owners, and the updates back. Between, each device does the steps of its own
-    matrices.
+    All matrices of one shape form a stack, sharded along its first axis. A step sends their
+    gradients to the owners, each device updates its own matrices, and the updates are sent back.
 
     Args:
-        owners: over which axes matrices are divided; None: they have no owners.
-        make: the optimizer of single parameters, or, given True, of stacks of them, of which it
-            treats each member by itself. It makes an update from gradients alone.
+        owners: the axes over which matrices are divided; None for no owners.
+        make: returns the optimizer of single parameters, or, given True, of stacks whose members
+            are independent. Updates depend on gradients only, not on parameters.
         has_owner: whether a parameter of a shape has an owner.
     """
     if owners is None:
@@ -77,7 +76,7 @@ def with_owners(
 
 
 def in_stacks(slots: Any) -> Any:
-    """Initializers of slots for stacks of parameters, given those for single ones."""
+    """Initializers of slots for stacks of parameters, from those for single parameters."""
 
     def of_stack(init):
         def make(x):
@@ -91,7 +90,7 @@ def in_stacks(slots: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Divided:
-    """Two optimizers: of the stacks of matrices, and of the other parameters."""
+    """Two optimizers: one of the stacks of matrices, one of the other parameters."""
 
     owners: Owners
     on_stacks: Any
@@ -144,7 +143,7 @@ class _Divided:
         state: LeafwiseState,
         extra_args: Any,
     ) -> tuple[dict[int, Any], LeafwiseState]:
-        """The updates of the matrices, by their positions, and their new state."""
+        """The updates of the matrices, by position, and their new state."""
         given = {m: [nodes[i] for i in m] for m in classes}
         dense = {m: grads for m, gs in given.items() if (grads := _dense(gs))}
         names = {*about_of(self.on_stacks).reads, ROUNDING} & {*extra_args}
@@ -208,7 +207,7 @@ class _Divided:
         return jax.tree.map(choose, old, new, is_leaf=is_stack)
 
     def _apart(self, extra: Any) -> Any:
-        """The keywords of an update; each device rounds by other random bits."""
+        """The keywords of an update; each device rounds with different random bits."""
         if ROUNDING not in extra:
             return extra
         index = jax.lax.axis_index(self.owners.axes).astype(jnp.uint32)
@@ -228,7 +227,7 @@ class _Divided:
         return [tuple(positions) for positions in classes.values()]
 
     def _classes_of(self, state: OwnersState, number: int) -> list[Members]:
-        """The same as they are in a state, of parameters of which there are so many nodes."""
+        """The same classes, read from the state of ``number`` parameters."""
         classes = dict[Members, None]()
         for node in stacks_in(state.matrices):
             if axes_of_owners(node) != self.owners.axes or members(node)[-1] >= number:
@@ -240,25 +239,25 @@ class _Divided:
         return [*classes]
 
     def _here(self, number: int, mesh: Any) -> int:
-        """How many of the matrices of one shape an array of a state has, with padding."""
+        """The number of matrices of one shape in an array of a state, with padding."""
         devices = devices_along(mesh, self.owners.axes)
         return -(-number // devices) * (1 if self.owners.are_manual(mesh) else devices)
 
     def _check_devices(self, state: LeafwiseState, mesh: Any) -> None:
-        """Raises ``StateError`` if a state is divided over another number of devices."""
+        """Raises ``StateError`` if a state is divided over a different number of devices."""
         for node in stacks_in(state):
             here = self._here(len(members(node)), mesh)
             for array in jax.tree.leaves(node):
                 if len(array) != here:
                     raise StateError(
-                        f"the state has {len(array)} places for {len(members(node))} matrices, and "
-                        f"{devices_along(mesh, self.owners.axes)} owners need {here}: it is of "
-                        "another number of devices (optzoo.state.slots_like converts it) or, in a "
-                        "shard_map, not divided as optzoo.state_sharding says"
+                        f"the state has {len(array)} places for {len(members(node))} matrices, "
+                        f"but {devices_along(mesh, self.owners.axes)} owners need {here}: convert "
+                        "a state of another number of devices with optzoo.state.slots_like; in a "
+                        "shard_map, divide it as optzoo.state_sharding says"
                     )
 
     def _in_stacks(self, nodes: Sequence[Any], treedef: Any, stacks: dict[Members, Any]) -> Any:
-        """A tree of stacks alone, given their arrays."""
+        """A tree of stacks, made of their arrays."""
         made = {m[0]: stack_of(m, x, self.owners.axes) for m, x in stacks.items()}
         return treedef.unflatten([made.get(i, optax.MaskedNode()) for i in range(len(nodes))])
 
@@ -277,7 +276,7 @@ class _Divided:
 
 
 def _dense(gs: Sequence[Any]) -> list[Array]:
-    """Gradients of one shape in one dtype, with zeros for missing ones; none if all are missing."""
+    """Gradients of one shape in one dtype, with zeros for missing ones; None if all are missing."""
     arrays = [g.to_dense() if is_rows(g) else g for g in gs]
     some = [g for g in arrays if g is not None]
     if not some:

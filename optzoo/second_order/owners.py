@@ -26,30 +26,30 @@ from ..core.meshes import (
 )
 from ..core.numerics import saturating_cast
 
-# work(stack) -> a stack of the same shape (n, *shape): something of each matrix by itself
+# work(stack) -> a stack of the same shape (n, *shape), computed for each matrix independently
 Work = Callable[[Array], Array]
 
 
 class Owners(NamedTuple):
-    """Over which mesh axes matrices are divided, and in which dtype they are sent."""
+    """The mesh axes over which matrices are divided, and the dtype in which they are sent."""
 
     axes: tuple[str, ...]
     dtype: Any = None  # None: that of the matrices
 
     @classmethod
     def of(cls, owners: Any, exchange_dtype: DTypeLike | None) -> Owners | None:
-        """The owners that an optimizer was asked for; None if there are none.
+        """The owners given by an optimizer's arguments, or None.
 
         Raises:
-            TypeError: if an argument is of another kind than described.
-            ValueError: if ``exchange_dtype`` is given without owners, or an axis twice.
+            TypeError: if an argument is of the wrong kind.
+            ValueError: if ``exchange_dtype`` is given without owners, or if an axis is repeated.
         """
         if exchange_dtype is not None:
             check_floating(" or None", exchange_dtype=exchange_dtype)
             if owners is None:
                 raise ValueError(
-                    f"exchange_dtype must be None without owners=, got {exchange_dtype!r}: it is "
-                    "that of matrices on their way to their owners"
+                    f"exchange_dtype must be None without owners, got {exchange_dtype!r}: it is "
+                    "the dtype in which matrices are sent to their owners"
                 )
         if owners is None:
             return None
@@ -65,18 +65,18 @@ class Owners(NamedTuple):
     def apply(self, work: Work, stacks: Sequence[Array]) -> list[Array]:
         """The results of ``work`` for some stacks of matrices, each computed by one device.
 
-        Stacks of one shape and dtype are sent together: the program has as many collectives for a
-        hundred layers as for one. On automatic and explicit axes they may be divided in any way,
-        and each result is divided as its stack is. Inside of ``shard_map`` each device has them
-        whole: it computes its share of the matrices, and gets those of the others.
+        Stacks of one shape and dtype are sent together: the number of collectives does not depend
+        on the number of layers. On automatic and explicit axes the stacks may have any sharding,
+        and each result has the sharding of its stack. Inside ``shard_map`` the stacks are
+        replicated: each device computes its share of the matrices and receives the others.
 
         Args:
-            work: of a stack of any number of matrices, of which each is treated alike.
-            stacks: of shape ``(n, *shape)``, of floating-point numbers. ``n`` is 1 for a single
-                matrix, which may have any number of axes.
+            work: a function of a stack of any number of independent matrices.
+            stacks: floating-point arrays of shape ``(n, *shape)``. ``n`` is 1 for a single matrix,
+                which may have any number of axes.
 
         Raises:
-            ValueError: if the stacks are on no mesh, or on one without these axes.
+            ValueError: if the stacks are not on a mesh with these axes.
         """
         classes = collections.defaultdict[Any, list[int]](list)
         for i, x in enumerate(stacks):
@@ -89,7 +89,7 @@ class Owners(NamedTuple):
         return results
 
     def _apply(self, work: Work, stacks: list[Array]) -> list[Array]:
-        """As :meth:`apply`, for stacks of one shape."""
+        """:meth:`apply` for stacks of one shape."""
         mesh, [along_first, *_] = self.mesh(stacks), spec_of(stacks[0])
         is_divided = {*self.axes} <= {*jax.tree.leaves(along_first)}
         on_device = lambda x: self.packed(work(self.unpacked(x, stacks[0].dtype)))
@@ -105,39 +105,39 @@ class Owners(NamedTuple):
         """The mesh of some arrays, or that of ``jax.set_mesh``.
 
         Raises:
-            ValueError: if there is none, or if it does not have these axes.
+            ValueError: if there is no mesh, or if it does not have these axes.
         """
         return mesh_with(self.axes, mesh_of(arrays), "owners")
 
     def are_manual(self, mesh: Any) -> bool:
-        """Whether these are axes of a ``shard_map`` that one is in.
+        """Whether these are axes of the surrounding ``shard_map``.
 
         Raises:
-            ValueError: if some are, and others are not.
+            ValueError: if only some of them are.
         """
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         manual = [kinds[name] == AxisType.Manual for name in self.axes]
         if any(manual) and not all(manual):
             raise ValueError(
-                f"owners={self.axes} are in part axes of the shard_map around the update: give "
-                "axes of one kind"
+                f"owners={self.axes} mixes axes of the shard_map around the update with other "
+                "axes: give axes of one kind"
             )
         return all(manual)
 
     def on_devices(self, f: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Any:
-        """``f`` of the part of each device; itself inside of a ``shard_map`` over these axes."""
+        """``f`` applied on each device; ``f`` itself inside a ``shard_map`` over these axes."""
         if self.are_manual(mesh):
             return f
         mesh = jax.sharding.get_abstract_mesh() if explicit_axes(mesh) else mesh
         return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
     def send(self, stacks: Sequence[Array], mesh: Any, *, is_divided: bool = False) -> Sent:
-        """Stacks of one shape to the owners of their matrices; inside of :func:`automatically`.
+        """Sends stacks of one shape to the owners of their matrices; inside :func:`automatically`.
 
         Args:
-            stacks: of shape ``(n, *shape)``.
-            mesh: that of :meth:`mesh`.
-            is_divided: whether each device has other matrices of each stack from the beginning.
+            stacks: arrays of shape ``(n, *shape)``.
+            mesh: the mesh that :meth:`mesh` returns.
+            is_divided: whether each stack is already sharded along its first axis.
         """
         if self.are_manual(mesh):
             return self._by_shares(stacks)
@@ -145,10 +145,10 @@ class Owners(NamedTuple):
         return self._by_constraints(stacks, mesh, is_divided)
 
     def _by_constraints(self, stacks: Sequence[Array], mesh: Any, is_divided: bool) -> Sent:
-        """On automatic axes, of which XLA alone knows how they divide an array.
+        """On automatic axes, where only XLA knows the sharding of an array.
 
         All matrices in one array are divided along its first axis, by one mesh axis after the
-        other, which XLA does by one all-to-all each; and back in the same stages, as it was before.
+        other. XLA emits one all-to-all for each axis, and one for each on the way back.
         """
         first, along = stacks[0], functools.partial(_divided, mesh=mesh)
         # Where a size does not divide a larger one, XLA crashes: then all devices get all matrices.
@@ -177,7 +177,7 @@ class Owners(NamedTuple):
         return Sent(mine.reshape(-1, *first.shape[1:]), back)
 
     def _by_shares(self, stacks: Sequence[Array]) -> Sent:
-        """Inside of ``shard_map``, where each device has all matrices."""
+        """Inside ``shard_map``, where each device has all matrices."""
         first, devices = stacks[0], jax.lax.axis_size(self.axes)
         together = _padded(stacks, devices)
         size = len(together) // devices
@@ -191,13 +191,13 @@ class Owners(NamedTuple):
         return Sent(jax.lax.dynamic_slice_in_dim(together, start, size), back)
 
     def packed(self, x: Array) -> Array:
-        """An array in the dtype in which it is sent, as integers: XLA moves conversions."""
+        """An array in the dtype in which it is sent, as integers, since XLA moves conversions."""
         if self.dtype in (None, x.dtype):
             return x
         return jax.lax.bitcast_convert_type(saturating_cast(x, self.dtype), self._integers)
 
     def unpacked(self, x: Array, dtype: Any) -> Array:
-        """What :meth:`packed` was given, rounded, in its dtype."""
+        """The array that :meth:`packed` was given, rounded, in its original dtype."""
         if x.dtype == dtype:
             return x
         return saturating_cast(jax.lax.bitcast_convert_type(x, self.dtype), dtype)
@@ -208,7 +208,7 @@ class Owners(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Matrices of one shape at their owners, and their way back."""
+    """Matrices of one shape at their owners, and the function that returns them."""
 
     stack: Array  # of all, divided along its first axis, with padding; for Owners.unpacked
     back: Callable[[Array], list[Array]]  # of results in such a stack, as the matrices came
@@ -222,7 +222,7 @@ def _padded(stacks: Sequence[Array], devices: int) -> Array:
 
 
 def _divided(x: Array, axes: tuple[str, ...], *, mesh: Any, whole: bool = False) -> Array:
-    """A stack divided along its first axis; along the others as XLA likes, unless ``whole``."""
+    """A stack divided along its first axis; along the others as XLA decides, unless ``whole``."""
     free = () if whole else (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)
     spec = PartitionSpec(axes or None, *free)
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

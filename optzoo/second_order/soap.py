@@ -43,7 +43,7 @@ from .shampoo.refresh import is_due, keep_old, refresh
 
 
 class SoapSlots(NamedTuple):
-    """What SOAP keeps; ``statistics`` and ``basis`` are tuples over the dimensions."""
+    """The slots of SOAP; ``statistics`` and ``basis`` are tuples over the dimensions."""
 
     m: Signed  # mean of the gradient, in the basis
     v: NotNegative  # mean of its square, in the basis
@@ -52,7 +52,7 @@ class SoapSlots(NamedTuple):
 
 
 class KLSoapSlots(NamedTuple):
-    """What SOAP with KL statistics keeps."""
+    """The slots of SOAP with KL statistics."""
 
     m: Signed
     v: NotNegative
@@ -88,7 +88,7 @@ class SoapOptions:
 
 
 class SoapParameter(NamedTuple):
-    """One parameter during an update, in float32 at least and in blocks if it has a basis."""
+    """One parameter during an update, in at least float32, and in blocks if it has a basis."""
 
     leaf: Leaf  # as it came
     blocks: Blocks
@@ -180,20 +180,20 @@ def soap(
         G_{i,t} &= \beta_s G_{i,t-1} + (1 - \beta_s)\, \Gamma_i(g_t)
 
     The columns of :math:`Q_i` are a basis of eigenvectors of :math:`G_i`. The first gradient only
-    makes the first basis: its step is zero. After every ``preconditioner_interval`` further steps
-    the basis is refreshed at the end of the step, by an iteration that costs less than
-    eigenvectors:
+    initializes the basis: its step is zero. After every ``preconditioner_interval`` further steps
+    the basis is refreshed at the end of the step, by an iteration that costs less than an
+    eigendecomposition:
 
     .. math::
         Q_i \leftarrow \mathrm{QR}(G_i\, Q_i)
 
-    of its columns in the order of :math:`q^\top G_i\, q`, the largest first. The columns of the
-    result are put back in the places of those that they come from, so :math:`v` needs no change.
-    :math:`m` is turned from the old basis into the new one. A basis that is not finite is not used:
-    the previous one is kept, and ``state.shared["num_failed_bases"]`` counts the failure.
+    with the columns sorted by :math:`q^\top G_i\, q`, the largest first. Each new column replaces
+    the old column from which it was computed, so :math:`v` does not change; :math:`m` is rotated
+    from the old basis to the new one. A basis that is not finite is not used: the previous basis is
+    kept, and ``state.shared["num_failed_bases"]`` counts the failure.
 
     With ``kl_statistics`` the second moments are those of a whitened gradient. With
-    :math:`\lambda_i` the mean square along each column of :math:`Q_i`, 0.1 at first, and
+    :math:`\lambda_i` the mean square along each column of :math:`Q_i`, initially 0.1, and
     :math:`d_i` the size of a dimension:
 
     .. math::
@@ -203,23 +203,23 @@ def soap(
         \lambda_{i,t} &= \beta_s \lambda_{i,t-1} + (1 - \beta_s)\,
             \mathrm{mean}_{j \ne i}\, w_{i,t}^2
 
-    where the first gradient makes :math:`G_{i,1} = \Gamma_i(g_1) / \prod_{j \ne i} d_j`, and no
-    :math:`\lambda` is below :math:`1 / 4000^2`.
+    where :math:`G_{i,1} = \Gamma_i(g_1) / \prod_{j \ne i} d_j`, and :math:`\lambda` is at least
+    :math:`1 / 4000^2`.
 
-    Vectors and scalars take Adam's steps, from the first gradient on. A dimension above
-    ``max_matrix_size`` has no basis: :math:`Q_i = I`. A parameter without any basis takes Adam's
-    steps. All matrix products are in full precision on every backend, and statistics and bases are
-    in float32 at least.
+    A dimension above ``max_matrix_size`` has no basis: :math:`Q_i = I`. Parameters without any
+    basis, such as vectors and scalars with ``skip_vectors``, take Adam's steps from the first
+    gradient on. All matrix products are in full precision on every backend; statistics and bases
+    are at least float32.
 
     For each element of a parameter the state holds about six values, with square blocks: two in the
-    statistics, two in the bases, :math:`m` and :math:`v`. If a parameter is cut into blocks, these
-    two have an axis for the blocks, then those of a block.
+    statistics, two in the bases, :math:`m` and :math:`v`. If a parameter is cut into blocks,
+    :math:`m` and :math:`v` have an axis for the blocks, followed by the axes of a block.
 
-    With ``owners`` each matrix, and everything that the state has of it, lives with one device, as
-    :func:`optzoo.shampoo` describes.
+    With ``owners`` each matrix is stored and updated on one device, as :func:`optzoo.shampoo`
+    describes.
 
-    Row-sparse gradients become dense (:func:`optzoo.rules.dense`): for embedding tables use another
-    optimizer, with ``optax.partition``.
+    Row-sparse gradients become dense (:func:`optzoo.rules.dense`): use another optimizer for
+    embedding tables.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -239,39 +239,34 @@ def soap(
         eps: :math:`\hat\epsilon`, at least 0.
         preconditioner_interval: steps between two refreshes of the bases, at least 1, a number or a
             schedule.
-        max_matrix_size: the largest dimension with a basis. It decides about shapes, so
-            ``optax.inject_hyperparams`` needs it among its ``static_args``; the same holds for
-            ``block_size``.
+        max_matrix_size: the largest dimension with a basis. It determines shapes:
+            ``optax.inject_hyperparams`` needs it, and ``block_size``, among its ``static_args``.
         block_size: cuts dimensions larger than this, and not larger than ``max_matrix_size``, into
             equal blocks with separate bases; None: no blocks.
         merge_dims: merges neighbouring dimensions as :func:`optzoo.shampoo` does.
-        one_sided: of the dimensions that could have a basis, only the smallest one has it, as in
-            section 7 of the paper. It needs half the products for a matrix, and less memory.
+        one_sided: only the smallest of the dimensions up to ``max_matrix_size`` has a basis, as in
+            section 7 of the paper. A matrix then needs half the products, and less memory.
         skip_vectors: no basis for vectors and scalars.
-        kl_statistics: statistics as in KL-SOAP, see above.
-        stagger: each step after the first refreshes a share of the bases, so that no step takes
-            longer than the others; ``preconditioner_interval`` must be an int above 1. Each basis
-            is refreshed as often as without. Every step turns :math:`m`, by two more products along
-            each dimension with a basis.
+        kl_statistics: statistics as in KL-SOAP (see above).
+        stagger: each step after the first refreshes a share of the bases, so that all steps take
+            equally long; ``preconditioner_interval`` must be an int above 1. Each basis is
+            refreshed as often as without ``stagger``, but every step rotates :math:`m`, with two
+            more products along each dimension with a basis.
         weight_decay: :math:`\lambda`, multiplied by the learning rate; at least 0.
-        mask: which parameters decay: a pattern of names, a tuple of patterns such as
-            ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
-            returns one of these (:func:`optzoo.param_groups`); None for all.
+        mask: the parameters that decay, a mask such as ``"kernel"`` or ``("kernel", "embedding")``
+            (:func:`optzoo.param_groups`); None for all.
         axis_name: the mesh axis of replicas that have the same gradients: each computes a share of
             the bases.
-        owners: the mesh axes along which devices share the matrices, a name or a tuple of names,
-            such as those over which parameters are divided; None: no matrix has an owner. The mesh
-            is that of the parameters, or of ``jax.set_mesh``, in ``init`` and ``update``. Inside of
-            ``shard_map``, where each device has the parameters whole, each has its part of the
-            state, and needs the gradients of its own matrices alone.
-        exchange_dtype: in which dtype gradients and updates are sent, such as ``"bfloat16"``; None:
-            their own.
+        owners: the mesh axes along which devices share the matrices, as in :func:`optzoo.shampoo`;
+            None: no owners.
+        exchange_dtype: dtype in which gradients and updates are sent; None for their own.
 
     Raises:
         TypeError: if an argument is of the wrong kind.
         ValueError: if an argument is out of its range, or if params are needed and missing.
         NotImplementedError: if an update is differentiated twice. First derivatives are those of
-            the formula; vectors of one eigenvalue, which have none, do not turn among themselves.
+            the formula; eigenvectors with equal eigenvalues, which have no derivative, do not
+            rotate into each other.
 
     References:
         Vyas et al., `SOAP: Improving and Stabilizing Shampoo using Adam
@@ -281,16 +276,16 @@ def soap(
         ``KLSOAPH`` of `modded-nanogpt <https://github.com/KellerJordan/modded-nanogpt>`_.
 
     Differences from the original:
-        Parameters without a basis move from the first gradient on; in the original they wait for
-        the second. Weights decay by the parameter before the step, from the first step on; the
-        original uses the parameter after the step, and skips the first. The default decay is 0; in
-        the original 0.01. Eigenvectors of equal eigenvalues, such as the zeros along the longer
+        Parameters without a basis move from the first gradient on, in the original from the second.
+        Weight decay uses the parameter before the step, from the first step on; the original uses
+        the parameter after the step and skips the first step. The default decay is 0; the
+        original's is 0.01. Eigenvectors of equal eigenvalues, such as the zeros along the longer
         dimension of a matrix, are not unique: libraries find different ones in the first step, and
-        Adam's steps then differ. Dimensions of size one are merged as in :func:`optzoo.shampoo`.
-        There is no ``normalize_grads``, and the bias is always corrected. The columns of a basis
-        and :math:`v` are not sorted, which does not change the steps. ``KLSOAPH``, which does not
-        sort before it decomposes and does not correct the bias, is this optimizer inside
-        :func:`optzoo.hyperball` while its columns keep their order.
+        the steps then differ. Dimensions of size one are merged as in :func:`optzoo.shampoo`. There
+        is no ``normalize_grads``, and the bias is always corrected. The columns of a basis and
+        :math:`v` are not sorted, which does not change the steps. ``KLSOAPH``, which does not sort
+        before it decomposes and does not correct the bias, equals this optimizer inside
+        :func:`optzoo.hyperball` while the order of the columns does not change.
     """
     decay = [] if is_number(weight_decay, 0) else [add_decay(weight_decay, mask)]
     direction = scale_by_soap(
@@ -324,7 +319,7 @@ def _direction(options: SoapOptions, interval: Any, stacked: bool) -> Any:
 
 
 def _zero_means(options: SoapOptions, x: Any) -> Array:
-    """``m`` or ``v``: in the shape of the parameter, unless that is cut into blocks."""
+    """``m`` or ``v``: in the shape of the parameter, unless it is cut into blocks."""
     blocks = options.cutting.blocks(jnp.shape(x))
     if blocks.preconditioned and blocks.number > 1:
         return jnp.zeros(blocks.stack(*blocks.sizes), slot_dtype(x))
@@ -358,7 +353,7 @@ def _update(
     stacked: bool,
     preconditioner_interval: Any,
 ) -> tuple[list[tuple[Any, Any]], dict[str, Array]]:
-    """The rule for :func:`treewise`: of all parameters, since their bases come in batches."""
+    """The rule for :func:`treewise`: all parameters at once, as bases come in batches."""
     works = [_begin(options, leaf, stacked) for leaf in leaves if leaf.g is not None]
     directions, slots = [], []
     for work in works:
@@ -367,7 +362,7 @@ def _update(
         directions.append(d)
         find = _kl_statistics if options.kl_statistics else _statistics
         slots.append(work.slots._replace(m=m, v=v, **find(options, work, turned, t)))
-    # What is read in the old bases comes first: then the new ones can be written over them.
+    # All reads of the old bases come first, so that the new bases can overwrite them.
     late = _after(directions, t)
     slots, failed = _renewed(options, works, slots, late, preconditioner_interval)
     finished = iter([_end(*parts) for parts in zip(works, directions, slots, strict=True)])
@@ -397,7 +392,7 @@ def _begin(options: SoapOptions, leaf: Leaf, stacked: bool) -> SoapParameter:
 def _adam(
     options: SoapOptions, work: SoapParameter, g: Array, t: Array
 ) -> tuple[Array, Array, Array]:
-    """The direction of Adam for ``g`` in the basis so far, and the means of it and its square."""
+    """The direction of Adam for ``g`` in the current basis, and the new means ``m`` and ``v``."""
     b1, b2, eps = (jnp.asarray(v, g.dtype) for v in (options.b1, options.b2, options.eps))
     if work.full:  # the first gradient only makes the basis
         g, t = jnp.where(t > 1, g, 0), jnp.maximum(t - 1, 1)
@@ -412,7 +407,7 @@ def _adam(
 def _statistics(
     options: SoapOptions, work: SoapParameter, turned: Array, t: Array
 ) -> dict[str, tuple[Any, ...]]:
-    """The means of the second moments, with this gradient."""
+    """The means of the second moments, updated with this gradient."""
     del turned, t
     decay = jnp.asarray(options.shampoo_b2, work.g.dtype)
     new = list(work.slots.statistics)
@@ -424,7 +419,7 @@ def _statistics(
 def _kl_statistics(
     options: SoapOptions, work: SoapParameter, turned: Array, t: Array
 ) -> dict[str, tuple[Any, ...]]:
-    """The means of the gradient over the roots of the eigenvalues of the other dimensions."""
+    """The second moments of the gradient divided by the other dimensions' root eigenvalues."""
     decay, basis = jnp.asarray(options.shampoo_b2, work.g.dtype), work.slots.basis
     matrices, eigenvalues = list(work.slots.statistics), list(work.slots.eigenvalues)
     mean = lambda old, new: decay * old + (1 - decay) * new
@@ -443,7 +438,7 @@ def _kl_statistics(
 
 
 def _turned(work: SoapParameter, x: Array, basis: Sequence[Any], axis: int) -> Array:
-    """``x`` into the basis (a sum over axis 0 of its matrices), or back (over axis 1)."""
+    """``x`` rotated into the basis (a sum over axis 0 of its matrices), or back (over axis 1)."""
     for i in work.full:
         x = multiply(x, basis[i], i, axis)
     return x
@@ -459,7 +454,7 @@ def _renewed(
     t: Array,
     interval: Any,
 ) -> tuple[list[Any], Array]:
-    """The slots, in new bases where it is time; and how many bases could not be used."""
+    """The slots, in new bases where a refresh is due, and the number of unusable bases."""
 
     def renew(old):
         plain = [_turned(work, m, basis, 1) for work, (m, basis) in zip(works, old, strict=True)]
@@ -483,7 +478,7 @@ def _bases(
     t: Array,
     interval: Any,
 ) -> tuple[list[tuple[Any, ...]], Array]:
-    """For each parameter its new bases, and how many could not be used.
+    """For each parameter its new bases, and the number of unusable ones.
 
     By eigenvectors in the first step, then by QR.
     """
@@ -517,7 +512,7 @@ def _bases(
 
 
 def _basis(is_first: Array, a: Array, old: Array) -> tuple[Array, Array]:
-    """By eigenvectors at first, then by QR; and which can be used."""
+    """By eigenvectors in the first step, then by QR, and a mask of the usable ones."""
     # Two conditionals: where vmap computes both branches, one LAPACK routine comes after the other.
     # At the same time they may deadlock on the CPU.
     first, ok = jax.lax.cond(is_first, by_eigh, unchanged, a, old)
@@ -526,7 +521,7 @@ def _basis(is_first: Array, a: Array, old: Array) -> tuple[Array, Array]:
 
 
 def _after(arrays: Sequence[Array], t: Array) -> Array:
-    """The count ``t``, but what depends on it is computed after the arrays."""
+    """The count ``t``, with a dependency that delays its uses until the arrays are computed."""
     # The addition does nothing since t is positive, but XLA cannot know it.
     firsts = [a.ravel()[0].astype(t.dtype) for a in arrays if a.size]
     return t + jnp.where(t < 0, sum(firsts), 0)
@@ -536,7 +531,7 @@ def _after(arrays: Sequence[Array], t: Array) -> Array:
 
 
 def _end(work: SoapParameter, d: Array, new: Any) -> tuple[Any, Any]:
-    """The update as the gradient came, and the slots as the state keeps them."""
+    """The update in the gradient's form and dtype, and the slots as the state stores them."""
     g, _, s = work.leaf
     d = work.blocks.join(d).reshape(g.shape) if work.blocks.preconditioned else d
     as_kept = lambda a, b: saturating_cast(b.reshape(a.shape), a.dtype)

@@ -14,7 +14,7 @@ from ..core.rows import SparseRows, is_rows, map_rows
 
 
 def on_listed(f: Callable[[Array], Array], g: Any) -> Any:
-    """``f`` of an array or of the values of rows, which are not merged; in the dtype of ``g``."""
+    """``f`` applied to an array or to the values of unmerged rows; in the dtype of ``g``."""
     if is_rows(g):
         return g.with_values(on_listed(f, g.values))
     g = jnp.asarray(g)

@@ -17,9 +17,9 @@ from ..distributed.engine.collectives import AxisName, Replicas
 
 
 def add(tree: Any, other: Any) -> Any:
-    """The sum of two trees of gradients: rows and rows give rows, an array and rows an array.
+    """The sum of two trees of gradients: rows plus rows give rows, an array plus rows an array.
 
-    The counterpart of ``optax.tree.add``, which refuses SparseRows.
+    The counterpart of ``optax.tree.add``, which does not accept SparseRows.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -31,11 +31,11 @@ def add(tree: Any, other: Any) -> Any:
 
     Args:
         tree: gradients.
-        other: gradients of the same structure, but that each leaf may be rows or an array.
+        other: gradients of the same structure; each leaf may be rows or an array.
 
     Raises:
-        TypeError: if a leaf is no array.
-        ValueError: if the trees have other structures, or the leaves other shapes.
+        TypeError: if a leaf is not an array.
+        ValueError: if the structures of the trees or the shapes of the leaves differ.
     """
     check_arrays((tree, other), abstract=False)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_rows)
@@ -51,10 +51,10 @@ def add(tree: Any, other: Any) -> Any:
 
 
 def global_norm(updates: Any) -> Array:
-    r"""The Euclidean norm of all gradients: :math:`\sqrt{\sum g^2}`, in float32 at least.
+    r"""The Euclidean norm of all gradients: :math:`\sqrt{\sum g^2}`, in at least float32.
 
-    The counterpart of ``optax.tree.norm``, which refuses SparseRows. Rows that share an index
-    are summed first, so that the norm is that of the dense gradient.
+    The counterpart of ``optax.tree.norm``, which does not accept SparseRows. Rows that share an
+    index are summed first, so that the norm is that of the dense gradient.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -67,7 +67,7 @@ def global_norm(updates: Any) -> Array:
         updates: a tree of gradients.
 
     Raises:
-        TypeError: if a leaf is no array.
+        TypeError: if a leaf is not an array.
     """
     check_arrays(updates, abstract=False)
     merged = map_rows(SparseRows.coalesce, updates)
@@ -77,9 +77,9 @@ def global_norm(updates: Any) -> Array:
 def psum(tree: Any, axis_name: AxisName = "replica") -> Any:
     """The sum of a tree of gradients over the replicas.
 
-    The counterpart of ``jax.lax.psum``, which refuses SparseRows. Rows are gathered: the result
-    lists those of all replicas, in their order. Sums are computed in float32 at least, and
-    returned in the dtype of each gradient.
+    The counterpart of ``jax.lax.psum``, which does not accept SparseRows. Rows are gathered: the
+    result lists those of all replicas, in order. Sums are computed in at least float32 and returned
+    in the dtype of each gradient.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -89,7 +89,7 @@ def psum(tree: Any, axis_name: AxisName = "replica") -> Any:
 
     Args:
         tree: the gradients of this replica.
-        axis_name: the axis, or axes, of the replicas; None for a single one.
+        axis_name: the axis, or axes, of the replicas; None for a single replica.
 
     Raises:
         NameError: if there is no such axis.

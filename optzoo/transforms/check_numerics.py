@@ -36,16 +36,17 @@ class CheckNumericsState(NamedTuple):
 def check_numerics(
     what: str = "gradient", *, axis_name: AxisName = "replica"
 ) -> optax.GradientTransformationExtraArgs:
-    """Raises an error at NaN or infinity, like ``tf.check_numerics`` and RETURNN's option for it.
+    """Raises an error at NaN or infinity, as ``tf.check_numerics``.
 
     The error is a ``FloatingPointError`` with the path of the first leaf that is not finite, the
-    kind of its value, the step and, among replicas, the number of one that has it. In compiled code
-    its text is part of a ``jax.errors.JaxRuntimeError``, raised when the step is run or, at the
-    latest, when the program waits for one of its results. It works under ``jit``, ``scan`` and
-    ``vmap``. Gradients pass unchanged.
+    kind of its value, the step and, with several replicas, the index of one that has it. In
+    compiled code its text is part of a ``jax.errors.JaxRuntimeError``, raised when the step is run
+    or, at the latest, when the program waits for one of its results. The check works under ``jit``,
+    ``scan`` and ``vmap``. Gradients are returned unchanged.
 
-    It reads all leaves once more. The host is called only if a value is not finite, but under
-    ``vmap`` in every step. JAX does not keep a program with it in its compilation cache.
+    The check reads all leaves once more. The host is called only if a value is not finite, but
+    under ``vmap`` in every step. JAX does not store programs with this check in its compilation
+    cache.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -59,9 +60,9 @@ def check_numerics(
     Args:
         what: the word for the leaves in the error, such as ``"update"`` for a check after the
             optimizer.
-        axis_name: the axis, or axes, of the replicas. Where there is no such axis, no replica is
-            named. Inside of :func:`optzoo.sync_replicas` and :func:`optzoo.drop_stale_gradient`
-            the gradients of all replicas are equal: put this before them.
+        axis_name: the axis, or axes, of the replicas; without such an axis, the error names no
+            replica. Inside :func:`optzoo.sync_replicas` and :func:`optzoo.drop_stale_gradient` the
+            gradients of all replicas are equal: put the check before them.
 
     References:
         ``tf.check_numerics``; ``returnn.tf.updater``, option ``debug_add_check_numerics_ops``.

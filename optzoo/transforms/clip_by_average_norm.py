@@ -15,7 +15,7 @@ from ._per_leaf import on_each
 
 
 def clipped_by_average_norm(g: Any, size: int, max_norm: Any) -> Any:
-    """An array, or rows as they are listed, whose norm is at most ``max_norm`` times ``size``."""
+    """An array, or unmerged rows, whose norm is at most ``max_norm`` times ``size``."""
     return times(clipping_factor(norm(g), max_norm * size), g)
 
 
@@ -26,10 +26,10 @@ def clip_by_average_norm(max_norm: float) -> optax.GradientTransformation:
     .. math::
         g \leftarrow g \cdot \frac{c\, n}{\max(c\, n, \lVert g \rVert)}
 
-    for each parameter separately, where :math:`n` is the number of its elements: it is
-    :math:`\lVert g \rVert / n` that is clipped, not the root mean square
-    (``optax.clip_by_block_rms``). Row-sparse gradients stay row-sparse; the norm is that of the
-    summed gradient and :math:`n` is the size of the whole table.
+    for each parameter separately, where :math:`n` is the number of its elements. The clipped
+    quantity is :math:`\lVert g \rVert / n`, not the root mean square (``optax.clip_by_block_rms``).
+    Row-sparse gradients stay row-sparse; the norm is that of the summed gradient and :math:`n` is
+    the size of the whole table.
 
     Example:
         >>> import jax.numpy as jnp, optzoo

@@ -19,7 +19,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
     where :math:`g` are all gradients together, row-sparse ones included. Rows that share an index
     are summed first, so that the result is that of the dense gradient.
 
-    ``optax.clip_by_global_norm`` is the same for arrays, but takes no row-sparse gradients.
+    ``optax.clip_by_global_norm`` is equal for arrays, but does not accept row-sparse gradients.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -43,8 +43,8 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
         Rows that share an index are summed before the norm is computed; the original computes the
         norm without summing them.
 
-        If the norm is infinite (a square overflows), finite gradients become zero; the original
-        gives NaN for all. Elements that are infinite become NaN in both.
+        If the norm is infinite (a square overflows), finite gradients become zero; in the original,
+        all become NaN. Infinite elements become NaN in both.
     """
     check_positive(max_norm=max_norm)
 

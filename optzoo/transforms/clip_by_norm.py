@@ -13,7 +13,7 @@ from ._per_leaf import on_each
 
 
 def clipped_by_norm(g: Any, max_norm: Any) -> Any:
-    """An array, or rows as they are listed, whose norm is at most ``max_norm``."""
+    """An array, or unmerged rows, whose norm is at most ``max_norm``."""
     return times(clipping_factor(norm(g), max_norm), g)
 
 

@@ -27,10 +27,9 @@ def gradient_nan_inf_filter() -> optax.GradientTransformation:
         g_i \leftarrow \begin{cases} g_i & \text{if } g_i \text{ is finite} \\
             0 & \text{otherwise} \end{cases}
 
-    for each element. In a row-sparse gradient each listed row is filtered separately, so if some of
-    the rows that share an index are finite, these are kept. Put it after clipping, as RETURNN does:
-    clipping by a norm that is not finite makes all elements NaN or zero, and the filter then makes
-    all of them zero.
+    for each element. In a row-sparse gradient, rows that share an index are filtered separately:
+    the finite ones are kept. Put the filter after clipping, as RETURNN does: clipping by a norm
+    that is not finite makes all elements NaN or zero, and the filter then makes all of them zero.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -43,7 +42,7 @@ def gradient_nan_inf_filter() -> optax.GradientTransformation:
         ``returnn.tf.updater``, option ``gradient_nan_inf_filter``.
 
     Differences from the original:
-        An infinity in a row-sparse gradient becomes zero, too; in the original it becomes 1e30.
+        An infinity in a row-sparse gradient becomes zero; in the original it becomes 1e30.
     """
 
     def update(updates, params):

@@ -22,8 +22,8 @@ from ..core.schedules import at_step
 def scale(step_size: float) -> optax.GradientTransformation:
     r"""Multiplies all gradients by a number: :math:`g \leftarrow c\, g`.
 
-    Differs from ``optax.scale`` in that it takes SparseRows, of which it scales the values, and
-    that gradients keep their dtype.
+    Unlike ``optax.scale``, it accepts SparseRows, whose values are scaled, and gradients keep their
+    dtype.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -48,8 +48,8 @@ def scale(step_size: float) -> optax.GradientTransformation:
 def scale_by_schedule(step_size_fn: optax.Schedule) -> optax.GradientTransformation:
     r"""Multiplies all gradients by a schedule: :math:`g \leftarrow c_t\, g`.
 
-    Differs from ``optax.scale_by_schedule``, whose state it has, as :func:`optzoo.transforms.scale`
-    differs from ``optax.scale``.
+    Unlike ``optax.scale_by_schedule``, whose state it has, it accepts SparseRows, whose values are
+    scaled, and gradients keep their dtype.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -65,7 +65,8 @@ def scale_by_schedule(step_size_fn: optax.Schedule) -> optax.GradientTransformat
         step_size_fn: :math:`c_t`, a function of the number of updates before this one.
 
     Raises:
-        TypeError: if ``step_size_fn`` is not a function; in ``update``, if it returns no number.
+        TypeError: if ``step_size_fn`` is not a function; in ``update``, if it does not return a
+            number.
         ValueError: in ``update``, if it returns an array with axes.
     """
     check_function("a function of the step", step_size_fn=step_size_fn)

@@ -1,4 +1,4 @@
-"""Norms and other statistics of each gradient, kept in the state for logging."""
+"""Norms and other statistics of each gradient, stored in the state for logging."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Summaries(NamedTuple):
 
 @recorded
 def gradient_summaries() -> optax.GradientTransformation:
-    """Keeps the norm, the largest element and the number of non-finite ones of each gradient.
+    """Stores the norm, the largest element and the number of non-finite elements of each gradient.
 
-    Gradients pass unchanged. The state holds three scalars for each parameter, those of the last
-    step; :func:`read_summaries` finds them in the state of any optimizer. A step reads each
-    gradient once more. For a row-sparse gradient they are computed after rows that share an index
-    are summed. A missing gradient counts as zero.
+    Gradients are returned unchanged. The state has three scalars for each parameter, those of the
+    last step; :func:`read_summaries` finds them in the state of any optimizer. A step reads each
+    gradient once more. The statistics of a row-sparse gradient are computed after rows that share
+    an index are summed; those of a missing gradient are zero.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -82,7 +82,7 @@ def gradient_summaries() -> optax.GradientTransformation:
 def read_summaries(state: Any) -> Summaries:
     """The statistics of :func:`gradient_summaries`, found anywhere in the state of an optimizer.
 
-    The groups of a partition are merged; of two in one chain the last one is returned.
+    The groups of a partition are merged; if a chain contains two, the last one is returned.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -103,8 +103,8 @@ def read_summaries(state: Any) -> Summaries:
     found = [node for node in jax.tree.leaves(state, is_leaf=is_one) if is_one(node)]
     if not found:
         raise ValueError(
-            "no gradient_summaries in this state: put optzoo.transforms.gradient_summaries() "
-            "into the chain"
+            "the state has no gradient_summaries: add optzoo.transforms.gradient_summaries() to "
+            "the chain"
         )
     by_path = {}
     for one in found:

@@ -35,11 +35,11 @@ def zero_if_norm_exceeds(max_norm: float) -> optax.GradientTransformation:
         g \leftarrow \begin{cases} g & \text{if } \lVert g \rVert \le c \\
             0 & \text{otherwise, or if the norm is not finite} \end{cases}
 
-    where the norm is that of all gradients together. Row-sparse gradients stay row-sparse, and rows
-    that share an index are summed first. The
-    optimizer after it still makes its step, with gradients of zero: momentum decays and moves the
-    parameters, and the step is counted. With ``max_norm=math.inf`` only gradients with NaN or
-    infinities become zero; before :func:`optzoo.accumulate`, such a step does not change the sum.
+    where the norm is over all gradients together. Row-sparse gradients stay row-sparse, and rows
+    that share an index are summed first. The next optimizer in the chain still makes a step, with
+    zero gradients: momentum decays and moves the parameters, and the step is counted. With
+    ``max_norm=math.inf`` only gradients with NaN or infinities become zero; before
+    :func:`optzoo.accumulate`, such a step does not change the sum.
 
     Example:
         >>> import jax.numpy as jnp, optzoo

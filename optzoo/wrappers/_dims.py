@@ -1,4 +1,4 @@
-"""Norms of parameters along axes, chosen by patterns, and the updates that change them."""
+"""Norms of parameters along axes, which are given by patterns, and updates that change norms."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..core.rows import is_rows, is_sparse_or_none
 
 
 def check_dims(dims: Any) -> None:
-    """Raises ``ValueError`` if a dict of patterns holds numbers in the place of tuples."""
+    """Raises ``ValueError`` if a dict of patterns contains numbers instead of tuples."""
     if isinstance(dims, Mapping) and any(isinstance(axes, int) for axes in dims.values()):
-        raise ValueError(f"dims must hold tuples of axes such as (1,), got {dims!r}")
+        raise ValueError(f"dims must contain tuples of axes such as (1,), got {dims!r}")
 
 
 def norms(g: Any, axes: tuple[int, ...], *arrays: Array) -> list[Array]:
     """The norms of arrays like a parameter along these axes, which are kept with size 1.
 
     Args:
-        g: the gradient of the parameter, which knows whether its rows are divided over devices.
-        axes: those of the parameter.
+        g: the gradient of the parameter, which records whether rows are divided over devices.
+        axes: the axes of the norm.
         *arrays: the parameter or its update, whole or the rows of one device.
     """
     squares = [jnp.sum(x**2, axis=axes, keepdims=True) for x in arrays]
@@ -42,12 +42,12 @@ def update_to(
     """The update that results in the parameter ``new(u, x)``, in the dtype of the gradient.
 
     Args:
-        new: gets the update and the parameter in at least float32; of rows alone, if ``u`` is rows
-            and norms are not along axis 0.
+        new: a function of the update and the parameter in at least float32; of rows only, if ``u``
+            is rows and norms are not along axis 0.
         g: the gradient.
         u: the update of the inner optimizer.
         x: the parameter.
-        axes: those of norms.
+        axes: the axes of the norms.
     """
     to_new = lambda u, x: (new(u, x) - x).astype(g.dtype)
     if is_rows(u) and 0 not in axes:
@@ -66,10 +66,10 @@ def with_axes(
     """The updates ``change(g, u, x, axes)`` of parameters that have axes and a gradient.
 
     Args:
-        change: gives the update of one parameter.
-        dims: which axes they have, as for :func:`optzoo.variable_clipping`.
+        change: returns the update of one parameter.
+        dims: the axes, as for :func:`optzoo.variable_clipping`.
         gradients: a tree of arrays, rows and None.
-        updates: those of the inner optimizer; of all other parameters they are the result.
+        updates: the updates of the inner optimizer, returned for all other parameters.
         params: the parameters.
     """
     gs, treedef = jax.tree.flatten(gradients, is_leaf=is_sparse_or_none)
@@ -114,8 +114,8 @@ def _are_patterns(dims: Any) -> bool:
 def _checked(axes: Any, path: Any, x: Any) -> Any:
     if stacks_of(path):
         raise ValueError(
-            f"dims has axes of single parameters, and '{path_name(path)}' is stacked with others "
-            "along the first axis: put optzoo.stacked inside of this wrapper"
+            f"dims names axes of single parameters, but '{path_name(path)}' is in a stack along "
+            "the first axis: put optzoo.stacked inside this wrapper"
         )
     ndim = jnp.ndim(x)
     if any(not -ndim <= a < ndim for a in axes):

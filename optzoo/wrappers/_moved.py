@@ -6,14 +6,14 @@ from ..core.numerics import upcast
 
 
 def moved_update(u: Any, moved: Any, x: Any) -> Any:
-    """The whole change of a parameter, which is dense; that of a missing gradient is missing.
+    """The dense total change of a parameter; None for a missing gradient.
 
     Args:
         u: the update of the inner optimizer.
-        moved: the parameter that it saw, in at least float32, or ``x`` if it was not moved.
-        x: the parameter before.
+        moved: the parameter given to ``inner``, in at least float32, or ``x`` if it was not moved.
+        x: the parameter before the step.
     """
     if moved is x or u is None:
         return u
     new = moved + upcast(u)
-    return (new - upcast(x)).astype(u.dtype)  # their sum then has the rounding of the new ones
+    return (new - upcast(x)).astype(u.dtype)  # the sum is then rounded as the new parameters

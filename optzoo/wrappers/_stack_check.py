@@ -1,13 +1,13 @@
-"""Compares what an optimizer does to a stack with what it does to a single parameter.
+"""Compares an optimizer's operations on a stack with those on a single parameter.
 
-The programs of an element-wise update differ in nothing but shapes. So the update is traced,
-abstractly, on the stacks and on one parameter of each, and the operations are counted without
-their shapes. A norm reduces other axes of a stack, and a rule that looks at ranks, sizes or names
-chooses other operations.
+The programs of an element-wise update differ in shapes only. The update is traced abstractly on the
+stacks and on one parameter of each, and the operations are counted without their shapes. A norm
+reduces different axes of a stack, and a rule that depends on ranks, sizes or names has different
+operations.
 
-This finds common mistakes and proves nothing: of each stack only the second and the last parameter
-are compared with the stack, which has the name of the first. The values are compared by
-``optzoo.testing.check_stacked``.
+This check finds common mistakes but does not prove correctness: only the second and the last
+parameter of each stack are compared with the stack, which has the name of the first.
+``optzoo.testing.check_stacked`` compares values.
 """
 
 import collections
@@ -31,27 +31,27 @@ def check_same_operations(
     extra_args: dict[str, Any],
     layout: Layout,
 ) -> None:
-    """Raises if the update of stacks has other operations than that of their members.
+    """Raises if the operations of an update differ between stacks and their members.
 
     Args:
         inner: the optimizer.
-        updates: its gradients, without stacks.
-        params: its parameters or None.
-        extra_args: of its update.
+        updates: the gradients, without stacks.
+        params: the parameters or None.
+        extra_args: further arguments of the update.
         layout: which leaves are stacked.
 
     Raises:
         ValueError: if the operations differ.
     """
     gs, treedef = flatten_with_stacks(updates)
-    # Something must take the place of the parameters in the state.
+    # The state needs placeholders for the parameters.
     xs = gs if params is None else flatten_with_stacks(params)[0]
 
     def run(gs, xs):
         return inner.update(gs, inner.init(xs), None if params is None else xs, **extra_args)
 
     def operations(groups):
-        """Of the update of some stacks alone; a group of one is a parameter without a stack."""
+        """The operations of the update of some stacks; a group of one is a single parameter."""
         chosen = set(itertools.chain(*groups))
         struct = lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a))
         tree = lambda nodes: treedef.unflatten(
@@ -74,14 +74,14 @@ def check_same_operations(
             names = {name for name, *_ in (of_singles - of_stacks) | (of_stacks - of_singles)}
             raise ValueError(
                 "optzoo.stacked cannot stack parameters here: the operations on parameter "
-                f"'{name_at(updates, position)}' are not those on its stack (they differ in "
-                f"{', '.join(sorted(names))})"
+                f"'{name_at(updates, position)}' and on its stack differ in "
+                f"{', '.join(sorted(names))}"
             )
         # The same along the first axis, which is that of the stack.
         if along := sorted({name for name, _, is_along, *_ in of_stacks if is_along}):
             raise ValueError(
-                "optzoo.stacked cannot stack parameters here: inner has operations along the first "
-                f"axis ({', '.join(along)}), which for a stack is that of its members"
+                "optzoo.stacked cannot stack parameters here: inner has operations along the "
+                f"first axis ({', '.join(along)}), which in a stack is the axis of its members"
             )
     except Exception as error:
         error.add_note(_HINT)
@@ -91,7 +91,7 @@ def check_same_operations(
 def _operations(jaxpr: Any) -> Iterator[tuple[Any, ...]]:
     """The operations of a program, each with its options and constants.
 
-    The third entry says whether it computes along the first axis.
+    The third entry of each operation is whether it reduces along the first axis.
     """
     for op, *_ in Graph.of(jaxpr).walk({*CALLS, Kind.MAP}):
         # A scalar is broadcast to the shape of a stack, but not to that of another scalar.
@@ -109,8 +109,7 @@ def _is_along_first_axis(op: Operation) -> bool:
 
 _ALONG_AXIS = {"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "sort"}
 _HINT = (
-    "(optzoo.stacked tried inner on stacks of parameters. What looks at a parameter as a whole or "
-    "at its name belongs around it or in front of it, as in "
-    "optax.chain(optax.clip_by_global_norm(1.0), optzoo.stacked(optimizer)), or the parameter is "
-    "kept out of the stacks with `which`)"
+    "(Put operations that depend on a whole parameter or its name around optzoo.stacked or in "
+    "front of it, as in optax.chain(optax.clip_by_global_norm(1.0), optzoo.stacked(optimizer)), "
+    "or keep the parameter out of the stacks with `mask`)"
 )

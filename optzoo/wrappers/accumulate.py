@@ -44,33 +44,33 @@ def accumulate(
         x_{t+1} &= \begin{cases} x_t + u(a_t) & \text{if } t \bmod n = n - 1 \\
             x_t & \text{otherwise} \end{cases}
 
-    where :math:`u` is the update of ``inner``, which is run in the last step of a cycle only: in
-    other steps its slots and its step count are unchanged. The updates of other steps are exactly
-    zero, even if a gradient is NaN (``optax.MultiSteps`` multiplies by zero, which keeps a NaN).
+    where :math:`u` is the update of ``inner``, which runs in the last step of a cycle only: in
+    other steps its slots and its step count are unchanged, and updates are exactly zero, even if a
+    gradient is NaN (``optax.MultiSteps`` multiplies by zero, which keeps a NaN).
 
-    Row-sparse gradients become dense, unless ``max_rows`` tells how many rows a step can have: then
-    the state keeps the rows of a cycle instead of a sum of the size of the table, their ids are
-    merged at its end, and ``inner`` gets rows.
+    Row-sparse gradients become dense, unless ``max_rows`` bounds the number of rows in a step: then
+    the state stores the rows of a cycle instead of a sum of the size of the table, their ids are
+    merged at the end of the cycle, and ``inner`` receives rows.
 
     A cycle begins when the number :math:`t` of steps before this one is a multiple of :math:`n`.
-    ``update(..., global_step=)`` sets :math:`t`; without it the steps are counted here. ``inner``
-    gets ``global_step // every``, the number of its updates.
+    ``update(..., global_step=)`` sets :math:`t`; by default the wrapper counts steps. ``inner``
+    receives ``global_step // every``, the number of its updates.
 
-    ``update(..., end_cycle=True)``, a Python or a traced bool, makes this step the last one of its
-    cycle: at the end of an epoch, or before a checkpoint. The next step begins another cycle. The
-    mean is then that of the steps that the cycle had.
+    ``update(..., end_cycle=True)``, a Python or traced bool, makes this step the last one of its
+    cycle, for example at the end of an epoch or before a checkpoint. The mean is then over the
+    steps of the shortened cycle.
 
     ``every`` may be a schedule, a function of the number of updates before this cycle. A cycle then
-    ends with the first step after which it has at least ``every(updates)`` steps, also if that is
-    no whole number or below 1. The function is called in each step, with an int32 that stays at
-    ``2**31 - 1``. ``optax.MultiSteps`` has the same schedules, but takes the mean.
+    ends with the first step after which it has at least ``every(updates)`` steps; the value need
+    not be an integer or at least 1. The function is called in each step, with an int32 that
+    saturates at ``2**31 - 1``. ``optax.MultiSteps`` has the same schedules, but takes the mean.
 
-    A parameter whose gradient is None in a step, such as one of another task, keeps its sum; if all
-    of its gradients in a cycle are None, it does not change, nor do its slots. Leave parameters
-    that are frozen out, by ``optax.masked``: they would have a sum.
+    A parameter whose gradient is None in a step keeps its sum. If all of its gradients in a cycle
+    are None, the parameter and its slots are unchanged. Exclude frozen parameters with
+    ``optax.masked``, to save the memory of their sums.
 
-    To skip micro-steps with NaN or infinities, put ``zero_if_norm_exceeds(math.inf)`` before it in
-    the chain.
+    To skip micro-steps with NaN or infinities, put ``zero_if_norm_exceeds(math.inf)`` before this
+    wrapper in the chain.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -87,21 +87,21 @@ def accumulate(
         inner: a complete optimizer, including its learning rate.
         every: :math:`n`, the number of steps in a cycle, at least 1, or a schedule of it.
         use_mean: divide the sum by the number of steps of the cycle, as ``optax.MultiSteps`` does.
-        max_rows: for tables with row-sparse gradients: by a pattern of names
-            (:func:`optzoo.param_groups`) the greatest number :math:`k` of rows in the gradient of
-            one step (the number of ids looked up, repeats included). The state keeps :math:`n k`
-            rows, so :math:`n` must be a number.
+        max_rows: for tables with row-sparse gradients, a dict from a pattern of names
+            (:func:`optzoo.param_groups`) to the largest number :math:`k` of rows in the gradient of
+            one step (the number of ids looked up, with repeats). The state stores :math:`n k` rows,
+            so :math:`n` must be a number.
 
     Raises:
-        TypeError: if ``every`` or a number of rows is not an int, or ``max_rows`` no dict; in
-            ``update``, if the gradient of a table in ``max_rows`` is dense, or if a schedule
-            returns no number, or if a gradient is that of a parameter of integers.
-        ValueError: if one of these is below 1; if ``max_rows`` is given with a schedule; in
-            ``init``, if a pattern matches no parameter or two match one, or if ``inner`` is a
-            method for replicas; in ``update``, if a gradient has more rows than ``max_rows``
-            allows, or if it is None and ``inner`` is a transformation of which the slots of a
-            parameter are not known; if ``global_step`` is given together with ``end_cycle`` or a
-            schedule; if a schedule returns an array with axes.
+        TypeError: if ``every`` or a number of rows is not an int, or ``max_rows`` is not a dict; in
+            ``update``, if the gradient of a table in ``max_rows`` is dense, if a schedule does not
+            return a number, or if an integer parameter has a gradient.
+        ValueError: if one of these numbers is below 1; if ``max_rows`` is given with a schedule; in
+            ``init``, if a pattern matches no parameter, if two patterns match one parameter, or if
+            ``inner`` is a method for replicas; in ``update``, if a gradient has more rows than
+            ``max_rows`` allows, if a gradient is None and the slots of ``inner`` cannot be assigned
+            to parameters, if ``global_step`` is given with ``end_cycle`` or a schedule, or if a
+            schedule returns an array with axes.
 
     References:
         ``returnn.tf.updater`` of `RETURNN <https://github.com/rwth-i6/returnn>`_, option
@@ -112,14 +112,14 @@ def accumulate(
     check_flags(use_mean=use_mean)
     if max_rows is not None and not isinstance(max_rows, Mapping):
         raise TypeError(
-            f"max_rows must be a dict of the greatest number of rows by pattern, such as "
+            "max_rows must be a dict of the largest number of rows by pattern, such as "
             f"{{'.*table': 64}}, got {max_rows!r}"
         )
     if max_rows and callable(every):
         raise ValueError(
-            f"max_rows={dict(max_rows)!r}: the state keeps the rows of a cycle, and a schedule "
-            "gives no greatest length of it; give every as a number, or leave max_rows out: then "
-            "rows become dense"
+            f"max_rows={dict(max_rows)!r}: the state stores the rows of a cycle, whose length a "
+            "schedule does not bound; give every as a number, or leave max_rows out: then rows "
+            "become dense"
         )
     sizes = {pattern: check_size(1, max_rows=k) for pattern, k in (max_rows or {}).items()}
 
@@ -129,7 +129,7 @@ def accumulate(
         cycle = Cycle(zero(), zero()) if callable(every) else ()
         of_inner = inner.init(params)
         if every != 1:
-            why = "whose steps it would run in some steps only"
+            why = "which must run in every step"
             check_not_around_replicas("accumulate", why, of_inner)
         return AccumulateState(zero(), sums, came, of_inner, cycle)
 
@@ -138,13 +138,13 @@ def accumulate(
         check_update_arguments({"global_step": global_step, **extra_args})
         if end_cycle is not None and global_step is not None:
             raise ValueError(
-                f"end_cycle={end_cycle!r}: with global_step, which says where a cycle begins, no "
-                "cycle can end before; leave global_step out"
+                f"end_cycle={end_cycle!r}: a cycle cannot end early with global_step, which "
+                "determines where cycles begin; leave global_step out"
             )
         if callable(every) and global_step is not None:
             raise ValueError(
-                f"global_step={global_step!r}: it does not say where a cycle begins if every is a "
-                "schedule; leave global_step out"
+                f"global_step={global_step!r}: it does not determine where a cycle begins if "
+                "every is a schedule; leave global_step out"
             )
         updates = _densify_others(sizes, updates, updates if every == 1 else state.sums)
         if global_step is not None:
@@ -187,7 +187,7 @@ def accumulate(
 def _counted(
     count: Array, every: int, global_step: Any, end_cycle: Any
 ) -> tuple[Array, Array, Array]:
-    """The position of a step in its cycle, whether it is the last one, and the count after it."""
+    """The position of a step in its cycle, whether it is the last, and the count after it."""
     position = (count if global_step is None else global_step) % every
     is_last, after = position == every - 1, next_count(count, every)
     if end_cycle is not None:
@@ -202,7 +202,7 @@ def _counted(
 def _scheduled(
     state: AccumulateState, every: optax.Schedule, end_cycle: Any
 ) -> tuple[Array, Array, Array, Cycle]:
-    """The same, and the cycle after it, where a schedule gives its length."""
+    """The results of ``_counted`` and the next cycle, where a schedule gives its length."""
     position, updates = state.cycle
     length, steps = at_step("every", updates, every), next_count(position)
     is_last = jnp.logical_not(steps < length)  # also if it is NaN
@@ -217,8 +217,8 @@ def _plus(g: Any, a: Any, position: Array, every: Any) -> Any:
     if a is None:
         if g is not None:
             raise TypeError(
-                "a parameter has a gradient, and the state has no sum for it, as it had integers "
-                "in init: give None in the place of its gradient"
+                "a parameter has a gradient but no sum in the state, because it had an integer "
+                "dtype in init: give None as its gradient"
             )
         return None
     if not isinstance(a, RowsOfCycle):
@@ -241,7 +241,7 @@ def _plus(g: Any, a: Any, position: Array, every: Any) -> Any:
 
 
 def _tables(updates: Any, params: Any) -> list[Any]:
-    """The parameters of the gradients, tables in lines as such."""
+    """The parameters of the gradients, with packed tables unchanged."""
     is_leaf = lambda u: is_lines(u) or is_sparse_or_none(u)
     treedef = jax.tree.structure(updates, is_leaf=is_leaf)
     none = [None] * treedef.num_leaves
@@ -249,7 +249,7 @@ def _tables(updates: Any, params: Any) -> list[Any]:
 
 
 def _total(g: Any, a: Any, x: Any, table: Any, scale: Any) -> Any:
-    """What the inner optimizer gets for a gradient like ``g``, or for a parameter if it is None."""
+    """The gradient for the inner optimizer, like ``g``, or like the parameter if ``g`` is None."""
     if a is None:
         return None
     if not isinstance(a, RowsOfCycle):
@@ -281,7 +281,7 @@ def _zeros(sizes: Mapping[str, int], every: Any, params: Any) -> Any:
 
 
 def _densify_others(sizes: Mapping[str, int], updates: Any, sums: Any) -> Any:
-    """The gradients, dense but for those of the tables in ``max_rows``, which are checked."""
+    """The gradients, dense except those of tables in ``max_rows``, which are checked."""
     size_of = value_by_name("max_rows", sizes, updates)
 
     def convert(path, g, a):
@@ -291,17 +291,18 @@ def _densify_others(sizes: Mapping[str, int], updates: Any, sums: Any) -> Any:
         name = f"parameter '{path_name(path)}'"
         if g is not None and not is_rows(g):
             raise TypeError(
-                f"{name} is in max_rows but has a dense gradient: compute it by "
+                f"{name} is in max_rows but has a dense gradient: compute it with "
                 "optzoo.value_and_grad and optzoo.lookup, or leave the parameter out of max_rows"
             )
         if g is not None and g.shard is not None:
             raise ValueError(
-                f"{name} is sharded by rows, and max_rows would keep those of one device for all: "
-                "leave it out of max_rows, then its sum has the shape of the table"
+                f"{name} is sharded by rows, which max_rows does not support: leave it out of "
+                "max_rows; its sum then has the shape of the table"
             )
         if g is not None and len(g.indices) > size:
             raise ValueError(
-                f"{name} has a gradient of {len(g.indices)} rows, over max_rows of {size} in a step"
+                f"{name} has a gradient of {len(g.indices)} rows, more than its max_rows of "
+                f"{size}: increase max_rows"
             )
         return g
 

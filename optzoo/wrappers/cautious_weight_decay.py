@@ -23,14 +23,14 @@ def cautious_weight_decay(
     weight_decay_per_step: optax.ScalarOrSchedule,
     mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Weight decay of those elements that the update does not move away from zero.
+    r"""Weight decay of the elements that the update does not move away from zero.
 
     .. math::
         x_t = x_{t-1} + u_t - \lambda_t\, \mathbb{1}[u_t\, x_{t-1} \le 0]\, x_{t-1}
 
-    where :math:`u_t` is the update of ``inner``, which is added: it has the other sign than the
+    where :math:`u_t` is the update of ``inner``, which is added; its sign is opposite to the
     direction that the paper subtracts. An element with an update of zero decays. The decay is not
-    multiplied by the learning rate: with a schedule of the rate give ``lambda step: weight_decay *
+    multiplied by the learning rate: if the rate is a schedule, give ``lambda step: weight_decay *
     rate(step)``. If an update is row-sparse, only its rows decay; a parameter without a gradient
     does not decay.
 
@@ -48,12 +48,11 @@ def cautious_weight_decay(
         weight_decay_per_step: :math:`\lambda`, the fraction of an element that is removed at each
             update, at least 0: a number, or a schedule called with the number of updates before
             this one (or with ``update(..., global_step=)``).
-        mask: which parameters decay: a pattern of names, a tuple of patterns such as
-            ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
-            returns one of these (:func:`optzoo.param_groups`); None for all.
+        mask: the parameters that decay, a mask such as ``"kernel"`` or ``("kernel", "embedding")``
+            (:func:`optzoo.param_groups`); None for all.
 
     Raises:
-        TypeError: if ``mask`` is of another type, ``inner`` no transformation, or if
+        TypeError: if ``mask`` is of another type, if ``inner`` is not a transformation, or if
             ``weight_decay`` is given.
         ValueError: if ``weight_decay_per_step`` is negative or not finite; in ``update`` if no
             params are given, or if a pattern of ``mask`` matches no parameter.

@@ -32,32 +32,31 @@ def divide_states(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Divides the state of any transformation over data-parallel devices, as in ZeRO.
 
-    Each parameter that is whole along the mesh axis ``axis`` has slots that are divided along it:
-    in the largest dimension that the number of devices divides and no other mesh axis does, the
-    last dimension only if there is no other. ``update`` brings gradients and parameters into this
-    sharding, so that each device computes its share of the update, and the updates back into the
-    sharding of the parameters:
+    The slots of each parameter that is replicated along the mesh axis ``axis`` are sharded along
+    it: in the largest dimension that is divisible by the number of devices and not sharded by
+    another mesh axis; in the last dimension only if there is no other. ``update`` reshards
+    gradients and parameters in this way, each device computes its share of the update, and the
+    updates are resharded like the parameters:
 
     .. math::
         (u_d, s_d) = \mathrm{inner}(g_d, s_d, x_d), \qquad u = (u_1, \dots, u_n)
 
-    The values are those of ``inner``, and so are the structure of the state and its checkpoints: a
-    state that was saved divided is restored on any number of devices, and without this wrapper.
+    The values, the structure of the state and its checkpoints are those of ``inner``: a checkpoint
+    can be restored on any number of devices, and without this wrapper.
 
-    Not divided are the slots of parameters that ``axis`` divides already (FSDP), which have their
-    sharding; of those with fewer than ``min_size`` elements; and of those without such a dimension.
-    :func:`optzoo.state_sharding` says where everything is, and
-    :meth:`optzoo.compiled.CompileReport.require` checks that a compiled step keeps it there.
+    Slots are not divided if their parameter is already sharded along ``axis`` (FSDP; they have its
+    sharding), has fewer than ``min_size`` elements, or has no such dimension.
+    :func:`optzoo.state_sharding` returns the shardings of the state, and
+    :meth:`optzoo.compiled.CompileReport.require` checks that a compiled step preserves them.
 
-    It must be the outermost transformation, around chains and other wrappers. In
-    ``optzoo.minimize(..., mesh=mesh)`` each device gets its share of the mean gradients by a
-    reduce-scatter, over one of the axes after the other.
+    This wrapper must be the outermost transformation, around chains and other wrappers. In
+    ``optzoo.minimize(..., mesh=mesh)`` each device receives its share of the mean gradients by a
+    reduce-scatter, over one axis after the other.
 
-    Inside of ``jax.shard_map`` over ``axis`` parameters and gradients are whole, and the same on
-    all devices; the state is this device's share of it. Give ``shard_map`` the specs of
-    :func:`optzoo.state_sharding` for the state. There ``inner`` may compute each element from those
-    in its place, and from sums, maxima and minima of all, such as the global norm. This is proved
-    from its program, and everything else is refused.
+    Inside ``jax.shard_map`` over ``axis``, parameters and gradients are replicated, and the state
+    is the share of this device. Give ``shard_map`` the specs of :func:`optzoo.state_sharding` for
+    the state. Here ``inner`` may compute each element from corresponding elements, and from sums,
+    maxima and minima over all, such as the global norm; other programs are an error.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -73,19 +72,19 @@ def divide_states(
         inner: the transformation.
         axis: the mesh axis, or axes, of data-parallel devices. The mesh is that of the parameters,
             or of ``jax.set_mesh``.
-        specs: how the parameters are divided, a tree of ``PartitionSpec`` like them. On automatic
-            axes their types do not say it; None there means that they are whole. On explicit axes
-            it is None.
-        mask: of which parameters the slots are divided: patterns of names, a tree of bools, or a
+        specs: the sharding of the parameters on automatic axes, a tree of ``PartitionSpec`` like
+            them; None if they are replicated, or on explicit axes.
+        mask: the parameters whose slots are divided: patterns of names, a tree of bools, or a
             function (:func:`optzoo.param_groups`); None for all.
-        min_size: of how many elements a parameter must be, at least 0.
+        min_size: the smallest number of elements of a parameter whose slots are divided, at least
+            0.
 
     Raises:
         TypeError: if an argument is of the wrong kind.
-        ValueError: if the mesh has no such axis; if a parameter that is divided over automatic axes
-            has no spec; in ``update``, if a gradient is row-sparse; inside of ``shard_map``, if the
+        ValueError: if the mesh has no such axis; if a parameter that is sharded over automatic axes
+            has no spec; in ``update``, if a gradient is row-sparse; inside ``shard_map``, if the
             result for a share depends on other shares in another way, if a gradient differs among
-            devices, or if the state is not that of the share.
+            devices, or if the state is not the share of this device.
 
     References:
         Rajbhandari et al., `ZeRO: Memory Optimizations Toward Training Trillion Parameter Models

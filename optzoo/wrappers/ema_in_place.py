@@ -1,4 +1,4 @@
-"""A moving average of one half of each row in its other half, around any optimizer."""
+"""A moving average of the first half of each row in its second half, around any optimizer."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def ema_in_place(
         x_t &= x' + u_t(g_t, x')
 
     for all rows :math:`i` of all parameters with at least two axes, where :math:`u_t` is the update
-    of ``inner``. The first half is the part that is trained, the second half a target that follows
-    it. Other parameters are those of ``inner`` alone (see :func:`optzoo.param_groups`); so is one
-    without a gradient.
+    of ``inner``. The first half is trained, and the second half is a target that follows it. Other
+    parameters, and those without a gradient, are updated by ``inner`` only (see
+    :func:`optzoo.param_groups`).
 
-    Since every row moves, the update of a table is dense: each step reads and writes the whole
-    table, also where it does not average. The original averages before its lookup, so there the
-    gradient of such a step is that of the averaged rows.
+    Every row moves, so the update of a table is dense: each step reads and writes the whole table,
+    also in steps without averaging. The original averages before its lookup: the gradient of such a
+    step is then that of the averaged rows.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -70,12 +70,13 @@ def ema_in_place(
         coefficient: :math:`\kappa`, in [0, 1].
 
     Raises:
-        TypeError: if ``inner`` is no transformation, or a number of updates no int.
+        TypeError: if ``inner`` is not a transformation, or a number of updates is not an int.
         ValueError: in ``update``, if no params are given or a row has an odd number of elements.
 
     References:
-        ``EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_,
-        which is this around :func:`optzoo.row_wise_adagrad`.
+        ``EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD`` of `FBGEMM
+        <https://github.com/pytorch/FBGEMM>`_, which is this wrapper around
+        :func:`optzoo.row_wise_adagrad`.
     """
     inner = inner_transformation(inner=inner)
     every, start_step = check_size(1, every=every), check_size(start_step=start_step)
@@ -86,8 +87,8 @@ def ema_in_place(
             return x
         if x.shape[-1] % 2:
             raise ValueError(
-                f"parameter '{path_name(path)}' has rows of {x.shape[-1]} elements, which have no "
-                "two halves: give it another optimizer by optzoo.param_groups"
+                f"parameter '{path_name(path)}' has rows of {x.shape[-1]} elements, an odd "
+                "number, which cannot be halved: give it another optimizer by optzoo.param_groups"
             )
         return like_first(moved)(upcast(x), is_due)
 

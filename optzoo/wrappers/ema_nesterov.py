@@ -1,4 +1,4 @@
-"""Gradients ahead of the parameters, along the mean of their changes, around any optimizer."""
+"""Nesterov's look-ahead along the moving average of parameter changes, around any optimizer."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ def ema_nesterov(
     *,
     mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Nesterov's step ahead along a moving average of the changes of the parameters.
+    r"""Nesterov's look-ahead along a moving average of the changes of the parameters.
 
     .. math::
         x_t &= y_{t-1} + u_t \\
         m_t &= \gamma\, m_{t-1} + (1 - \gamma)\, (x_t - x_{t-1}), \qquad m_0 = 0 \\
         y_t &= x_t + \beta_t\, m_t
 
-    where :math:`u_t` is the update of ``inner``. The parameters that are trained, of which
-    gradients are taken, are :math:`y`; :func:`optzoo.eval_params` returns :math:`x`, which is to
-    be evaluated. The state has two copies of the parameters. Every step moves all rows of a table,
-    also with row-sparse gradients: leave tables out by ``mask``. A parameter without a gradient
-    keeps its value and slots.
+    where :math:`u_t` is the update of ``inner``. The trained parameters, at which gradients are
+    computed, are :math:`y`; :func:`optzoo.eval_params` returns :math:`x` for evaluation. The state
+    has two copies of the parameters. Every step moves all rows of a table, also with row-sparse
+    gradients: exclude tables with ``mask``. A parameter without a gradient keeps its value and
+    slots.
 
-    It must be the last transformation of a chain: it computes with the parameters plus this update.
+    The wrapper must be the last transformation of a chain, since it uses the parameters plus this
+    update.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -52,20 +53,19 @@ def ema_nesterov(
     Args:
         inner: a complete optimizer, including its learning rate.
         lookahead: :math:`\beta`, at least 0: a number, or a schedule called with the number of
-            updates before this one (or with ``update(..., global_step=)``). The original has it
-            follow the learning rate, and is zero in the first and in the last steps.
-        decay: :math:`\gamma`, in [0, 1). With 0 and a constant ``lookahead`` it is
+            updates before this one (or with ``update(..., global_step=)``). The original's follows
+            the learning rate, and is zero in the first and last steps.
+        decay: :math:`\gamma`, in [0, 1). With 0 and a constant ``lookahead`` the method is
             :func:`optzoo.diloco` with one replica, ``communication_period=1`` and
             ``outer=optax.sgd(1.0, momentum=lookahead, nesterov=True)``.
-        mask: which parameters step ahead: a pattern of names, a tuple of patterns such as
-            ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
-            returns one of these (:func:`optzoo.param_groups`); None for all.
+        mask: the parameters with look-ahead, a mask such as ``"kernel"`` or ``("kernel",
+            "embedding")`` (:func:`optzoo.param_groups`); None for all.
 
     Raises:
-        TypeError: if ``mask`` is of another type, or ``inner`` no transformation.
-        ValueError: if ``lookahead`` is negative or not finite, or ``decay`` not in [0, 1); in
-            ``update`` if no params are given, if a pattern of ``mask`` matches no parameter, or
-            if ``inner`` has deferred rows.
+        TypeError: if ``mask`` is of another type, or ``inner`` is not a transformation.
+        ValueError: if ``lookahead`` is negative or not finite, or ``decay`` is not in [0, 1); in
+            ``update`` if no params are given, if a pattern of ``mask`` matches no parameter, or if
+            ``inner`` has deferred rows.
 
     References:
         Yau et al., `EMA-Nesterov: Stabilizing Nesterov's Lookahead for Accelerated Deep Learning
@@ -73,9 +73,9 @@ def ema_nesterov(
         `modded-nanogpt <https://github.com/KellerJordan/modded-nanogpt>`_
 
     Differences from the original:
-        The step ahead is made at the end of an update, not at the start of the next one, so its
-        size is that of ``lookahead`` one step before. ``prefill_steps`` and ``rest_steps`` are for
-        the schedule.
+        The look-ahead is made at the end of an update, not at the start of the next one, with the
+        value of ``lookahead`` one step before. Use a schedule for ``prefill_steps`` and
+        ``rest_steps``.
     """
     inner = inner_transformation(inner=inner)
     check_not_negative(schedule=True, lookahead=lookahead)
@@ -101,8 +101,9 @@ def ema_nesterov(
         check_gradients(updates, params)
         if has_deferred(state):
             raise ValueError(
-                "ema_nesterov moves all rows, those of optzoo.caught_up included, which are "
-                "deferred: leave caught_up out, or give each its parameters by optzoo.param_groups"
+                "ema_nesterov moves all rows, which is incompatible with the deferred rows of "
+                "optzoo.caught_up: leave caught_up out, or give each its own parameters by "
+                "optzoo.param_groups"
             )
         return both.update(updates, state, params, **extra_args)
 

@@ -1,4 +1,4 @@
-"""An average of the parameters that replaces them periodically, around any optimizer."""
+"""Periodic replacement of the parameters by their average, around any optimizer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ensemble(
     coefficient: float = 0.6,
     reset: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Averages the parameters periodically, and replaces them by their averages.
+    r"""Averages the parameters periodically and replaces them by their averages.
 
     .. math::
         e_t &= \kappa_t\, e_{t-1} + (1 - \kappa_t)\, x_{t-1} \quad \text{if } t \bmod k = 0 \\
@@ -46,12 +46,12 @@ def ensemble(
         x_t &= x' + u_t(g_t, x')
 
     where :math:`u_t` is the update of ``inner``, :math:`e_0 = 0`, and :math:`\kappa_t` is 0 up to
-    the update ``start_step``. With ``reset`` the average is zero again after each use. A parameter
-    without a gradient is unchanged.
+    update ``start_step`` and :math:`\kappa` later. With ``reset`` the average is set to zero after
+    each update that averaged. A parameter without a gradient is unchanged.
 
-    Since every row may move, the update of a table is dense: each step reads and writes the whole
-    table. The original averages before its lookup, so there the gradient of such a step is that of
-    the new parameters.
+    Every row may move, so the update of a table is dense: each step reads and writes the whole
+    table. The original averages before its lookup: the gradient of such a step is then that of the
+    new parameters.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -67,20 +67,20 @@ def ensemble(
 
     Args:
         inner: a complete optimizer, including its learning rate.
-        every: :math:`k`, how often the parameters are averaged, an int, at least 1.
-        swap_every: :math:`k'`, how often they are replaced, an int, at least 1.
-        start_step: the last update at which the average starts anew, an int, at least 0.
+        every: :math:`k`, the number of updates between averages, an int, at least 1.
+        swap_every: :math:`k'`, the number of updates between replacements, an int, at least 1.
+        start_step: the last update at which the average is restarted, an int, at least 0.
         coefficient: :math:`\kappa`, the weight of the old average, in [0, 1].
         reset: whether the average becomes zero after each update that averaged.
 
     Raises:
-        TypeError: if ``inner`` is no transformation, or a number of updates no int.
+        TypeError: if ``inner`` is not a transformation, or a number of updates is not an int.
         ValueError: in ``update``, if no params are given.
 
     References:
         ``EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_,
-        which is this around :func:`optzoo.row_wise_adagrad`. It runs on GPUs only, and no record of
-        it exists: the formula is that of its source.
+        which is this wrapper around :func:`optzoo.row_wise_adagrad`. It needs a GPU and was not run
+        for comparison: the formula follows its source code.
     """
     inner = inner_transformation(inner=inner)
     every, swap_every = check_size(1, every=every), check_size(1, swap_every=swap_every)

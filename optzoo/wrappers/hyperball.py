@@ -1,4 +1,4 @@
-"""Steps along which the norms of parameters stay what they are, around any optimizer."""
+"""Steps that preserve the norms of parameters, around any optimizer."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class HyperballState(NamedTuple):
 def hyperball(
     inner: optax.GradientTransformation, learning_rate: optax.ScalarOrSchedule, dims: Any
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keeps the norms of parameters, and takes steps of a given size relative to them.
+    r"""Keeps the norms of parameters constant, with steps of a given size relative to them.
 
     .. math::
         x' &= x_{t-1} + \eta_t\, \lVert x_{t-1} \rVert \frac{u_t}{\lVert u_t \rVert} \\
         x_t &= x' \cdot \frac{\lVert x_{t-1} \rVert}{\lVert x' \rVert}
 
-    where :math:`u_t` is the update of ``inner``, of which only the direction counts, and the norm
+    where :math:`u_t` is the update of ``inner``, of which only the direction is used, and the norm
     is over the given axes: ``(0, 1)`` for a matrix, ``(1, 2)`` for each matrix of a stack of
-    layers, ``(1,)`` for each row of a table. With :func:`optzoo.muon` it is MuonH, with Adam it is
-    AdamH. It takes the place of weight decay, which bounds norms in the long run.
+    layers, ``(1,)`` for each row of a table. With :func:`optzoo.muon` this is MuonH, with Adam it
+    is AdamH. The constant norm replaces weight decay.
 
-    Parameters without axes have the update of ``inner``; so has one without a gradient. If a
-    gradient is row-sparse, the update is of the rows that ``inner`` moves, and with axis 0 among
-    the axes of the whole parameter. Where the update or the parameter is zero, nothing moves: a
-    parameter that starts at zero would stay there.
+    Parameters without axes, and those without a gradient, are updated by ``inner``. If a gradient
+    is row-sparse, the update contains the rows that ``inner`` moves, or the whole parameter if the
+    axes include axis 0. If the update or the parameter is zero, the parameter does not move.
 
-    It must be the last transformation of a chain: it computes with the parameters plus this update.
+    The wrapper must be the last transformation of a chain, since it uses the parameters plus this
+    update.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -64,21 +64,21 @@ def hyperball(
 
     Args:
         inner: a complete optimizer without weight decay for these parameters; its learning rate
-            is for the others alone, and must not be zero. Where these have another schedule, use
+            affects other parameters only, and must not be zero. For separate schedules, use
             :func:`optzoo.param_groups`.
         learning_rate: :math:`\eta`, the size of a step relative to the norm, a number or a schedule
-            called with the number of updates before this one (or with
-            ``update(..., global_step=)``). ``update(..., learning_rate=)`` is also that of
-            ``inner``.
+            called with the number of updates before this one (or with ``update(...,
+            global_step=)``). ``update(..., learning_rate=)`` replaces the rates of this wrapper and
+            of ``inner``.
         dims: a dict from patterns to axes, such as ``{".*/kernel": (0, 1)}``, by patterns of
             names (:func:`optzoo.param_groups`); or a tree like the parameters with a tuple of axes,
             or None, for each.
 
     Raises:
-        ValueError: if ``learning_rate`` is not finite, if no params are given to ``update``, if
-            a pattern matches no parameter, if two patterns with different axes match the same
+        ValueError: if ``learning_rate`` is not finite, if no params are given to ``update``, if a
+            pattern matches no parameter, if two patterns with different axes match the same
             parameter, if a parameter has no such axis, or if ``inner`` has deferred rows; in
-            ``init`` outside of ``jit``, if all elements of a parameter that has axes are zero.
+            ``init`` outside ``jit``, if all elements of a parameter with axes are zero.
 
     References:
         Wen et al., `From Weight Decay to Hyperball Optimization
@@ -86,8 +86,7 @@ def hyperball(
         ``AdamH`` of `modded-nanogpt <https://github.com/KellerJordan/modded-nanogpt>`_
 
     Differences from the original:
-        The length of an update of ``inner`` is never bounded from below: the original shortens
-        steps whose direction has a norm below 1e-10.
+        The original shortens steps whose direction has a norm below 1e-10.
     """
     inner = inner_transformation(inner=inner)
     check_rate(learning_rate)
@@ -102,8 +101,8 @@ def hyperball(
         check_gradients(updates, params)
         if has_deferred(state):
             raise ValueError(
-                "hyperball reads and moves rows of optzoo.caught_up, which are deferred: give each "
-                "its parameters by optzoo.param_groups"
+                "hyperball is incompatible with the deferred rows of optzoo.caught_up: give each "
+                "its own parameters by optzoo.param_groups"
             )
         directions, new = inner.update(updates, state.inner, params, **extra_args)
         step = extra_args.get("global_step")
@@ -111,7 +110,7 @@ def hyperball(
         rate = at_step("learning_rate", step, learning_rate, extra_args.get("learning_rate"))
 
         def turn(g, u, x, axes):
-            """The update that turns the parameter without a change of its norm."""
+            """The update that rotates the parameter without a change of its norm."""
 
             def turned(u, x):
                 radius, length = norms(g, axes, x, u)
@@ -129,7 +128,7 @@ def hyperball(
 
 
 def _check_not_zero(dims: Any, params: Any) -> None:
-    """Raises ``ValueError`` if a parameter that is to keep its norm is zero, as far as is known."""
+    """Raises ``ValueError`` if a concrete parameter that must keep its norm is zero."""
     axes = jax.tree.structure(params).flatten_up_to(axes_of(dims, params))
     for (path, x), of_x in zip(leaves_with_path(params), axes, strict=True):
         if of_x is None or is_masked(x) or not isinstance(x, jax.Array) or x.size == 0:
@@ -140,6 +139,6 @@ def _check_not_zero(dims: Any, params: Any) -> None:
             is_zero = not jnp.any(x)
         if is_zero:
             raise ValueError(
-                f"dims: parameter '{path_name(path)}' is zero, and would keep this norm: give it "
-                "other initial values, or leave it out"
+                f"dims: parameter '{path_name(path)}' is zero, and its norm would stay zero: give "
+                "it other initial values, or leave it out"
             )

@@ -1,4 +1,4 @@
-"""Parameters in bfloat16 whose lower bits are in the state."""
+"""Parameters in bfloat16 whose lower bits are stored in the state."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Parameters in bfloat16 that train as if they had 24 or 32 bits.
 
-    A parameter is the upper 16 bits of a number, :math:`x`, and the state has a correction
-    :math:`c` of 8 or 16 bits. ``inner`` sees and updates their sum, in float32:
+    A parameter :math:`x` has the upper 16 bits of a number, and the state has a correction
+    :math:`c` of 8 or 16 bits. ``inner`` reads and updates their sum, in float32:
 
     .. math::
         w_{t-1} &= x_{t-1} + c_{t-1}\, \frac{\Delta(x_{t-1})}{2^b}, \qquad b = 8, 16 \\
@@ -44,20 +44,19 @@ def master_weights(
         x_t &= \operatorname{bfloat16}(w_t)
 
     where :math:`\Delta(x)` is the distance from :math:`x` to the next number in bfloat16 on the
-    side of the correction. With 16 bits the sum is a float32; with 8 bits it is one whose last 8
-    bits are zero, which resolves :math:`2^{-16}` of a number, as bfloat16 does :math:`2^{-8}`.
-    Memory is 3 or 4 bytes for each parameter, and the model reads 2. Ties are rounded away from
-    zero.
+    side of the correction. With 16 bits the sum is a float32; with 8 bits its last 8 bits are zero,
+    and its relative resolution is :math:`2^{-16}` (bfloat16: :math:`2^{-8}`). A parameter needs 3
+    or 4 bytes of memory, of which the model reads 2. Ties are rounded away from zero.
 
-    Where a parameter was changed from outside, by a checkpoint or a projection, the sum is the new
-    value up to half of its last place. Parameters of other dtypes have no correction, and ``inner``
-    sees them as they are. Gradients are given to ``inner`` in float32. A table with row-sparse
-    gradients costs what its touched rows cost, if ``inner`` is lazy.
+    If a parameter is changed outside the optimizer, by a checkpoint or a projection, the sum is the
+    new value up to half of its last place. Parameters of other dtypes have no correction and are
+    passed to ``inner`` unchanged. ``inner`` receives gradients in float32. The cost of a table
+    update scales with the rows that a batch touches, if ``inner`` is lazy.
 
-    It must be the last transformation of a chain, and its updates must be added as they are, by
-    ``optax.apply_updates`` in the same traced function if they are rows: they are in float32, and
-    such that this sum is :math:`x_t`. ``optax.apply_if_finite`` expects those of the gradients'
-    dtype, so it goes inside: ``master_weights(optax.apply_if_finite(tx, 5))``.
+    The wrapper must be the last transformation of a chain. Its updates are float32, such that
+    adding them gives :math:`x_t`: add them unchanged, and row-sparse updates by
+    ``optax.apply_updates`` in the same traced function. ``optax.apply_if_finite`` expects updates
+    of the gradients' dtype, so put it inside: ``master_weights(optax.apply_if_finite(tx, 5))``.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optzoo
@@ -75,14 +74,14 @@ def master_weights(
         bits: 24, with corrections in int8, or 32, in int16.
 
     Raises:
-        TypeError: if ``inner`` is no transformation; when an update is differentiated.
-        ValueError: if ``bits`` is neither; by ``init``, if no parameter is in bfloat16; by
+        TypeError: if ``inner`` is not a transformation; if an update is differentiated.
+        ValueError: if ``bits`` is not 24 or 32; in ``init``, if no parameter is bfloat16; in
             ``update``, if no params are given.
 
     References:
         Ortiz et al., `FlashOptim: Optimizers for Memory Efficient Training
-        <https://arxiv.org/abs/2602.23349>`_, 2026. There a correction has 255 values from one half
-        of the distance to the other; here it has 256, and their sum is a number of 24 bits.
+        <https://arxiv.org/abs/2602.23349>`_, 2026. The paper's correction has 255 values between
+        minus and plus half of the distance; here it has 256, and the sum is a number of 24 bits.
     """
     inner = inner_transformation(inner=inner)
     check_choice(_DTYPES, bits=bits)
@@ -93,8 +92,8 @@ def master_weights(
         corrections = jax.tree.map(zeros, params)
         if jax.tree.leaves(params) and not jax.tree.leaves(corrections):
             raise ValueError(
-                "params: master_weights has nothing to correct, as no parameter is in bfloat16; "
-                "give optzoo.split_params, or leave it out"
+                "params: no parameter is bfloat16, so master_weights has nothing to correct; "
+                "split float32 parameters with optzoo.split_params, or leave master_weights out"
             )
         return MasterWeightsState(inner.init(_wide(params, corrections)), corrections)
 
@@ -118,9 +117,9 @@ def master_weights(
 
 
 def wide_params(params: Any, state: Any) -> Any:
-    """The parameters with their corrections, in float32: for an evaluation, or a checkpoint.
+    """The parameters with their corrections, in float32, for evaluation or a checkpoint.
 
-    Outside of ``jit`` the arrays are copies, which a step that donates its arguments leaves alone.
+    Outside ``jit`` the arrays are copies, so they remain valid when a step donates its arguments.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -130,20 +129,21 @@ def wide_params(params: Any, state: Any) -> Any:
         bfloat16 [0.1 1. ]
 
     Args:
-        params: those of the model.
+        params: the parameters of the model.
         state: a state that contains that of :func:`optzoo.master_weights`.
 
     Raises:
-        ValueError: if the state contains none or several, or one of other parameters.
+        ValueError: if the state does not contain exactly one such state, or if it belongs to other
+            parameters.
     """
     return unshared(_wide(params, _state_of(state).corrections), params)
 
 
 def split_params(wide: Any, tx: optax.GradientTransformation) -> tuple[Any, Any]:
-    """Parameters in bfloat16 and a new state, which together have the values that are given.
+    """Splits float32 parameters into bfloat16 parameters and a new state with the other bits.
 
-    To go on with a run in float32, or from a checkpoint of TensorFlow 1, give the new state the
-    state of the optimizer inside: ``state._replace(inner=loaded)``.
+    To continue a float32 run, or a checkpoint of TensorFlow 1, insert the state of the inner
+    optimizer: ``state._replace(inner=loaded)``.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -154,10 +154,10 @@ def split_params(wide: Any, tx: optax.GradientTransformation) -> tuple[Any, Any]
 
     Args:
         wide: parameters; those in float32 are split.
-        tx: :func:`optzoo.master_weights`, or what contains it.
+        tx: :func:`optzoo.master_weights`, or a transformation that contains it.
 
     Raises:
-        ValueError: if the state of ``tx`` contains none or several of
+        ValueError: if the state of ``tx`` does not contain exactly one state of
             :func:`optzoo.master_weights`.
     """
     is_wide = lambda x: jnp.result_type(x) == jnp.float32
@@ -174,14 +174,12 @@ def split_params(wide: Any, tx: optax.GradientTransformation) -> tuple[Any, Any]
 def _state_of(state: Any) -> MasterWeightsState:
     found = nodes_of(MasterWeightsState, state)
     if len(found) != 1:
-        raise StateError(
-            f"state: it must contain one state of optzoo.master_weights, and has {len(found)}"
-        )
+        raise StateError(f"state must contain one state of optzoo.master_weights, got {len(found)}")
     is_no_array = lambda c: is_masked(c) or is_stack(c)
     if any(map(is_no_array, jax.tree.leaves(found[0].corrections, is_leaf=is_no_array))):
         raise StateError(
-            "state: master_weights is inside of groups, a mask or optzoo.stacked, and its "
-            "corrections are not like the parameters: put it around them"
+            "state: master_weights is inside groups, a mask or optzoo.stacked, so that its "
+            "corrections do not match the parameters: put master_weights around them"
         )
     return found[0]
 
@@ -212,7 +210,7 @@ def _step(u: Any, x: Any, c: Any) -> tuple[Any, Any]:
 
 
 def _joined(x: Array, c: Array) -> Array:
-    """The number whose upper 16 bits and correction are given."""
+    """The number with these upper 16 bits and this correction."""
     upper = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << _UPPER
     magnitude = upper & ~_SIGN
     # Zero has no smaller magnitude, and what is not finite has no correction.
@@ -223,7 +221,7 @@ def _joined(x: Array, c: Array) -> Array:
 
 @functools.partial(custom_jvp, nondiff_argnums=(1,))
 def _split(wide: Array, dtype: Any) -> tuple[Array, Array]:
-    """The opposite: the upper 16 bits, rounded to the nearest, and the correction."""
+    """The inverse: the upper 16 bits, rounded to nearest, and the correction."""
     pattern = lax.bitcast_convert_type(wide.astype(jnp.float32), jnp.uint32)
     sign, magnitude = pattern & _SIGN, pattern & ~_SIGN
     info = jnp.iinfo(dtype)
@@ -241,6 +239,6 @@ def _split(wide: Array, dtype: Any) -> tuple[Array, Array]:
 @_split.defjvp
 def _(dtype, primals, tangents):
     raise TypeError(
-        "the bits of parameters are integers, which have no derivative: differentiate through an "
-        "update of the optimizer inside of optzoo.master_weights"
+        "optzoo.master_weights computes with bits, which have no derivative: differentiate the "
+        "update of its inner optimizer instead"
     )

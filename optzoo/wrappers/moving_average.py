@@ -36,10 +36,11 @@ def moving_average(
     follow the parameters closely. :func:`optzoo.eval_params` returns the averages,
     :func:`optzoo.state.swap_averages` exchanges them with the parameters. Every step updates the
     averages of all rows of a table, also with row-sparse gradients, so its cost grows with the size
-    of the table; ``caught_up(moving_average(optimizer))`` catches up the averages of deferred
-    rows as well (:func:`optzoo.caught_up`). A parameter without a gradient keeps its average.
+    of the table; ``caught_up(moving_average(optimizer))`` also defers the averages
+    (:func:`optzoo.caught_up`). A parameter without a gradient keeps its average.
 
-    It must be the last transformation of a chain: it averages the parameters plus this update.
+    The wrapper must be the last transformation of a chain, since it averages the parameters plus
+    this update.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -54,20 +55,20 @@ def moving_average(
         inner: a complete optimizer, including its learning rate.
         average_decay: :math:`d`, in [0, 1).
         num_updates: :math:`N`, at least 0, or ``"count"`` for the number of updates so far,
-            including this one (counted here, or ``update(..., global_step=)`` plus one).
+            including this one (counted by the wrapper, or ``update(..., global_step=)`` plus one).
 
     Raises:
-        ValueError: in ``update`` if no params are given, or if ``inner`` has deferred rows: put
-            it inside of :func:`optzoo.caught_up`.
+        ValueError: in ``update``, if no params are given, or if ``inner`` has deferred rows: put
+            this wrapper inside :func:`optzoo.caught_up`.
 
     References:
         Polyak and Juditsky, `Acceleration of Stochastic Approximation by Averaging
         <https://doi.org/10.1137/0330046>`_, 1992; ``tf.train.ExponentialMovingAverage``.
 
     Differences from the original:
-        The average is always of the new parameters (``sequential_update=True``; otherwise the order
-        is undefined in the original). The average of 16-bit parameters is in float32, and is of the
-        sums :math:`x_{t-1} + u_t` before they are rounded; this holds for deferred rows, too.
+        The average is always of the new parameters, as with ``sequential_update=True``; otherwise
+        the original's order is undefined. The average of 16-bit parameters is float32, and is of
+        the sums :math:`x_{t-1} + u_t` before rounding, also for deferred rows.
     """
     inner = inner_transformation(inner=inner)
     [average_decay] = check_decays(average_decay=average_decay)
@@ -99,8 +100,9 @@ def moving_average(
         check_gradients(updates, params)
         if has_deferred(state):
             raise ValueError(
-                "moving_average reads deferred rows: put one inside of optzoo.caught_up, as in "
-                "caught_up(moving_average(adam(rate), decay)), and one around other optimizers"
+                "moving_average cannot be around deferred rows: put one inside optzoo.caught_up, "
+                "as in caught_up(moving_average(adam(rate), decay)), and one around other "
+                "optimizers"
             )
         return both.update(updates, state, params, **extra_args)
 
@@ -122,15 +124,15 @@ def _with_average(
     """The deferral of rows that have an average, for :func:`optzoo.caught_up`.
 
     Args:
-        deferral: of the optimizer.
-        average_decay: the decay, or the greatest one.
-        decays: those of each step, by the number of steps before; None if all are equal.
+        deferral: the deferral of the optimizer.
+        average_decay: the decay, or the largest one.
+        decays: the decay of each step, a function of the number of steps before; None if constant.
     """
     if deferral is None:
         return None
     if deferral.rule.shrink or deferral.rule.average is not None:
         raise TypeError(
-            "deferred rows may have one average, of an optimizer without weight decay of all rows"
+            "deferred rows may have only one average, and no weight decay of all rows inside it"
         )
     rule = deferral.rule._replace(average=float(average_decay), varies=decays is not None)
     return deferral._replace(rule=rule, average=decays)

@@ -31,12 +31,11 @@ def multitask(
             \text{the update of the inner optimizer} & \text{otherwise} \end{cases}
 
     for each parameter :math:`x` with its slots :math:`s`. If several tasks are trained in turns,
-    the layers that the current task does not use are unchanged: their momentum does not move them.
-    State that belongs to no single parameter (the step count, the powers of Adam) is updated in
-    every step. A row-sparse gradient is zero everywhere if all its rows are; then an optimizer that
-    leaves other rows as they are (:func:`optzoo.rules.lazy`, :func:`optzoo.rules.linear`) gets no
-    rows at all. Any other optimizer has updated the slots of the table, of which old or new ones
-    are selected, in a pass over the table.
+    the layers that the current task does not use are unchanged: momentum does not move them. State
+    that belongs to no single parameter (the step count, the powers of Adam) is updated in every
+    step. A row-sparse gradient is zero everywhere if all its rows are zero; an optimizer that does
+    not change other rows (:func:`optzoo.rules.lazy`, :func:`optzoo.rules.linear`) then receives no
+    rows. For other optimizers, old or new slots are selected in a pass over the table.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -93,17 +92,17 @@ def multitask(
 
     def init(params):
         state = inner.init(params)
-        check_not_around_replicas("multitask", "of which each one has its own gradients", state)
+        check_not_around_replicas("multitask", "each of which has its own gradients", state)
         if any(jax.tree.leaves(node.sums) for node in nodes_of(AccumulateState, state)):
             raise ValueError(
-                "multitask is around optzoo.accumulate, so a sum would stay where a gradient is "
-                "zero, also from one cycle to the next: write accumulate(multitask(tx), every)"
+                "multitask is around optzoo.accumulate, whose sums would persist into the next "
+                "cycle where a gradient is zero: write accumulate(multitask(tx), every)"
             )
         if layout_of(state) and not layout_of(params):
             raise ValueError(
-                "multitask is around optzoo.stacked, or owners=, in whose slots no parameter can "
-                "be skipped by itself: leave that out, or keep all parameters out of the stacks "
-                "of optzoo.stacked by its mask"
+                "multitask is around optzoo.stacked or an optimizer with owners, whose slots are "
+                "not separate for each parameter: leave these out, or exclude all parameters "
+                "with the mask of optzoo.stacked"
             )
         return state
 

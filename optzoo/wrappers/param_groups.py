@@ -24,22 +24,22 @@ def param_groups(
 ) -> optax.GradientTransformationExtraArgs:
     """Updates every parameter by the optimizer whose pattern matches its name.
 
-    **Patterns** choose parameters by name in all functions of this library. A pattern is a regular
-    expression. It must match the whole name of a parameter, its parts joined by ``/``, such as
-    ``encoder/layers/0/kernel``; a pattern without ``/`` must match the whole last part, ``kernel``.
-    One that matches no last part, such as ``.*layers.*``, must match the whole name.
+    **Patterns** select parameters by name in all functions of this library. A pattern is a regular
+    expression. It must match the whole name of a parameter, whose parts are joined by ``/``, such
+    as ``encoder/layers/0/kernel``. A pattern without ``/`` must match the whole last part,
+    ``kernel``; if it matches no last part, such as ``.*layers.*``, it must match the whole name.
 
-    A **mask**, where a function takes one, is a pattern, a tuple of patterns, a tree of bools, or a
-    function of the parameters that returns one of these.
+    A **mask** is a pattern, a tuple of patterns, a tree of bools, or a function of the parameters
+    that returns one of these.
 
-    Each parameter must be matched by exactly one pattern. The pattern ``".*"`` is special: it is
-    used for the parameters that no other pattern matches.
+    Each parameter must be matched by exactly one pattern. The pattern ``".*"`` is special: it
+    selects the parameters that no other pattern matches.
 
-    The groups are those of ``optax.partition``: an optimizer sees ``optax.MaskedNode`` instead of
-    the parameters of other groups, so a global norm, for example, is that of its group. Row-sparse
-    gradients, missing gradients and extra arguments are passed to the optimizers unchanged. In the
-    state the groups are called ``group_0``, ``group_1``, ... in the order of ``transforms``, so a
-    pattern may change without a change of the state.
+    The groups are those of ``optax.partition``: an optimizer receives ``optax.MaskedNode`` instead
+    of the parameters of other groups, so a global norm, for example, is that of its group.
+    Row-sparse gradients, missing gradients and extra arguments are passed to the optimizers
+    unchanged. In the state the groups are called ``group_0``, ``group_1``, ... in the order of
+    ``transforms``: a change of a pattern does not change the structure of the state.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -56,12 +56,12 @@ def param_groups(
             parameters.
 
     Raises:
-        TypeError: if ``transforms`` is not a mapping from strings to transformations; from
-            ``update``, if a group that moves its parameters does not read the ``learning_rate``
-            that is given.
-        ValueError: if it is empty or a pattern is not a regular expression; from ``init`` and
-            ``update``, if a parameter is matched by no pattern or by several, or if a pattern other
-            than ``".*"`` matches no parameter.
+        TypeError: if ``transforms`` is not a mapping from strings to transformations; in
+            ``update``, if ``learning_rate`` is given and a group that moves its parameters does not
+            read it.
+        ValueError: if ``transforms`` is empty or a pattern is not a regular expression; in ``init``
+            and ``update``, if a parameter is matched by no pattern or by several, or if a pattern
+            other than ``".*"`` matches no parameter.
     """
     by_pattern = _checked(transforms)
     txs = by_pattern.values()
@@ -80,7 +80,7 @@ def _checked(transforms: Any) -> dict[Any, Optimizer]:
     if not isinstance(transforms, Mapping):
         raise TypeError(f"transforms must be a dict of patterns, got {transforms!r}")
     if not transforms:
-        raise ValueError("transforms must hold a pattern, got none")
+        raise ValueError("transforms must contain at least one pattern, got none")
     for pattern, tx in transforms.items():
         check_pattern("transforms", pattern)
         check_transformation(**{f"transforms[{pattern!r}]": tx})

@@ -1,4 +1,4 @@
-"""Skips updates whose loss or gradient norm is far above those before, around any optimizer."""
+"""Skips updates at spikes of the loss or the gradient norm, around any optimizer."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ def skip_spikes(
     correction: Literal[0, 1] = 1,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Skips an update at a spike of the loss or the norm, as ``SkipStepOptimizer`` of OLMo-core.
+    r"""Skips updates at spikes of loss or gradient norm, as OLMo-core's ``SkipStepOptimizer``.
 
     .. math::
         (u_t, s_t) = \begin{cases}
             (0, s_{t-1}) & \text{if } v_t > \mu_t + k\, \sigma_t \text{ for the loss or the norm}
             \\ \text{the update of the inner optimizer} & \text{otherwise} \end{cases}
 
-    where :math:`v_t` is the loss of this step or the norm of all its gradients together, and
-    :math:`\mu_t` and :math:`\sigma_t` are the mean and the standard deviation of the last
-    ``window`` values before it. Values of skipped steps are among these, so that a level that stays
-    becomes usual. A step with a loss or a norm that is NaN or infinite is always skipped, and its
-    values are not among them.
+    where :math:`v_t` is the loss of this step or the global norm of its gradients, and
+    :math:`\mu_t` and :math:`\sigma_t` are the mean and the standard deviation of the ``window``
+    values before it. The window includes the values of skipped steps, so that updates resume if a
+    higher level persists. A step whose loss or norm is NaN or infinite is always skipped, and its
+    values are excluded from the window.
 
-    The loss is ``update(..., value=loss)``, as optax has it; ``inner`` gets it, too.
-    :func:`optzoo.minimize`, :func:`optzoo.sharded_minimize` and ``optzoo.nnx_minimize`` give it
-    themselves. The norm is that of :func:`optzoo.clip_by_global_norm`; rows that share an index are
-    summed first.
+    The loss is passed as ``update(..., value=loss)``, as in optax, and also passed to ``inner``.
+    :func:`optzoo.minimize`, :func:`optzoo.sharded_minimize` and ``optzoo.nnx_minimize`` pass it
+    automatically. The norm is that of :func:`optzoo.clip_by_global_norm`; rows that share an index
+    are summed first.
 
-    A skipped update is zero and leaves the state of ``inner`` as it is, bit by bit, its step count
-    included; ``num_skipped`` of the state counts such steps. ``accumulate(skip_spikes(tx), n)``
-    judges the sum of a cycle and the loss of its last step; ``skip_spikes(accumulate(tx, n))``
-    judges each step, and a cycle then has :math:`n` steps that were not skipped.
+    A skipped update is zero and leaves the state of ``inner``, with its step count, unchanged;
+    ``num_skipped`` of the state counts such steps. ``accumulate(skip_spikes(tx), n)`` tests the sum
+    of a cycle and the loss of its last step; ``skip_spikes(accumulate(tx, n))`` tests each step,
+    and a cycle then consists of :math:`n` steps that were not skipped.
 
     The state has one float32 for each value of the window.
 
@@ -79,25 +79,26 @@ def skip_spikes(
 
     Args:
         inner: a complete optimizer, including its learning rate.
-        window: the number of values before this one of which mean and deviation are taken, at
-            least 2.
-        deviations: :math:`k`, positive: how many standard deviations a value may be above the mean.
-        min_values: nothing finite is skipped with fewer values than this in the window, from 2 to
-            ``window``; None for ``window // 2 - 1``, or 2 if that is less.
-        on: what is judged: ``"loss"``, ``"norm"``, or both.
-        correction: the variance is the sum of squares divided by the number of values minus this,
-            0 or 1, as of ``jnp.std``.
+        window: the number of previous values over which mean and deviation are computed, at least
+            2.
+        deviations: :math:`k`, positive: the largest distance of a value above the mean, in standard
+            deviations.
+        min_values: the smallest number of values in the window at which finite values may be
+            skipped, from 2 to ``window``; None for ``max(2, window // 2 - 1)``.
+        on: the values that are tested: ``"loss"``, ``"norm"``, or both.
+        correction: 0 or 1, subtracted from the number of values by which the sum of squares is
+            divided, as in ``jnp.std``.
         axis_name: the axis, or axes, of ``shard_map``, ``pmap`` or ``vmap`` whose devices decide
-            alike: by the means of their losses and of their norms. None if loss and gradients are
-            the same on all devices, as in :func:`optzoo.sharded_minimize`, or if there is one.
+            together, by the means of their losses and of their norms. None if loss and gradients
+            are equal on all devices, as in :func:`optzoo.sharded_minimize`, or for one device.
 
     Raises:
-        TypeError: if ``inner`` is no transformation or a number is none; in ``update``, if
-            ``value`` is no number.
-        ValueError: if an argument is out of range, or ``min_values`` above ``window``; in
-            ``init``, if ``inner`` is a method for replicas; in ``update``, if the loss is judged
-            and no ``value`` is given, if it has axes, or if ``global_step`` is given and ``inner``
-            accumulates gradients.
+        TypeError: if ``inner`` is not a transformation, or an argument is of the wrong type; in
+            ``update``, if ``value`` is not a number.
+        ValueError: if an argument is out of range, or ``min_values`` above ``window``; in ``init``,
+            if ``inner`` is a method for replicas; in ``update``, if the loss is tested and
+            ``value`` is missing, if ``value`` has axes, or if ``global_step`` is given and
+            ``inner`` accumulates gradients.
 
     References:
         ``SkipStepOptimizer`` of `OLMo-core <https://github.com/allenai/OLMo-core>`_;
@@ -107,11 +108,11 @@ def skip_spikes(
     Differences from the original:
         The defaults are those of OLMo-core since version 2, and of MaxText with an interval of 128.
         With a window of less than 6 values, both skip the second step, as a single value has no
-        deviation. Levanter's interval of :math:`n` is ``window=n + 1``, ``min_values=max(2, n //
-        2)`` and ``correction=0``; its deviation is at least 1e-6. In all three a value that is not
-        finite enters the window, and is skipped only if there are enough values. OLMo-core and
-        MaxText then skip every step until it leaves the window; Levanter excludes NaN from its
-        mean, but not infinity.
+        deviation. Levanter's interval of :math:`n` corresponds to ``window=n + 1``,
+        ``min_values=max(2, n // 2)`` and ``correction=0``; its deviation is at least 1e-6. In all
+        three a value that is not finite enters the window, and is skipped only if there are enough
+        values. OLMo-core and MaxText then skip every step until the value leaves the window;
+        Levanter excludes NaN from its mean, but not infinity.
     """
     inner = inner_transformation(inner=inner)
     window = check_size(2, window=window)
@@ -126,14 +127,14 @@ def skip_spikes(
     least = check_size(2, min_values=least)
     if least > window:
         raise ValueError(
-            f"min_values must be at most window={window}, got {least}: the window never has more "
-            "values, and no update would be skipped"
+            f"min_values must be at most window={window}, got {least}: no update would ever be "
+            "skipped"
         )
     replicas = Replicas(axis_name)
 
     def init(params):
         state = inner.init(params)
-        why = "in whose exchanges all of them take part"
+        why = "whose exchanges need all replicas in every step"
         check_not_around_replicas("skip_spikes", why, state)
         values = {name: jnp.zeros(window, jnp.float32) for name in ("loss", "norm")}
         losses, norms = (values[name] if name in watched else () for name in ("loss", "norm"))
@@ -153,8 +154,8 @@ def skip_spikes(
         check_gradients(updates, params, allow_complex=True)
         if extra_args.get("global_step") is not None and nodes_of(AccumulateState, state.inner):
             raise ValueError(
-                "global_step says where a cycle of optzoo.accumulate begins, and skip_spikes "
-                "around it may skip that step: leave global_step out, or write "
+                "global_step determines where a cycle of optzoo.accumulate begins, but "
+                "skip_spikes around it may skip that step: leave global_step out, or write "
                 "accumulate(skip_spikes(tx, ...), every)"
             )
         updates = map_rows(SparseRows.coalesce, updates)
@@ -196,8 +197,8 @@ def skip_spikes(
 def _loss(value: Any) -> Array:
     if value is None:
         raise ValueError(
-            "skip_spikes judges the loss, and got none: pass update(..., value=loss), or give "
-            "on='norm'"
+            "skip_spikes tests the loss, but update was called without it: pass update(..., "
+            "value=loss), or set on='norm'"
         )
     fix = "it is the loss of this step"
     check("a number", lambda _: True, infinite=True, on_device=False, fix=fix, value=value)

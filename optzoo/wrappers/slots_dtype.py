@@ -54,21 +54,20 @@ def slots_dtype(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Stores the slots of any optimizer of this library in ``dtype``.
 
-    ``slots_dtype(adam(1e-3), "bfloat16", stochastic=True)`` needs half the memory. Without it slots
-    have the dtype of their parameter, or float32 if that has 16 bits. The arithmetic is always in
-    float32 at least, and updates keep the dtype of the gradient.
+    ``slots_dtype(adam(1e-3), "bfloat16", stochastic=True)`` halves the memory of slots. By default
+    slots have the dtype of their parameter, or float32 for 16-bit parameters. Arithmetic is always
+    in at least float32, and updates keep the dtype of the gradient.
 
-    ``stochastic`` rounds 16-bit slots up or down at random, so that they are right on average.
-    Rounding to the nearest stops slots that change slowly: with ``b2=0.999`` a step changes a mean
-    by a thousandth, less than the 1/256 that bfloat16 resolves. It is off by default because the
-    result then depends on a seed. The average of :func:`optzoo.moving_average` stays in float32 at
-    least, and so do counts of updates and the statistics of Shampoo and SOAP: all slots that are
-    ``optzoo.rules.Exact`` in their class.
+    ``stochastic`` rounds 16-bit slots up or down at random, without bias. Rounding to nearest stops
+    slots that change slowly: with ``b2=0.999`` a step changes a mean by a thousandth, less than the
+    1/256 that bfloat16 resolves. Slots annotated as ``optzoo.rules.Exact`` stay in at least
+    float32: the average of :func:`optzoo.moving_average`, counts of updates, and the statistics of
+    Shampoo and SOAP.
 
-    ``"int8"`` needs 8.5 bits for an element. Groups of 32 consecutive elements of the last axis
-    share a scale of 16 bits, their greatest magnitude :math:`s`. Of a slot that is
-    ``optzoo.rules.Signed``, a mean or a decaying sum, and of one that is ``NotNegative``, such as a
-    mean of squares, elements :math:`x` are stored as
+    ``"int8"`` needs 8.5 bits per element. Groups of 32 consecutive elements of the last axis share
+    a scale :math:`s` of 16 bits, their largest magnitude. Elements :math:`x` of a slot that is
+    ``optzoo.rules.Signed`` (a mean or a decaying sum) or ``NotNegative`` (such as a mean of
+    squares) are stored as
 
     .. math::
         q = \operatorname{round}\Big(127\, \frac{2y}{1 + |y|}\Big), \quad y = \frac{x}{s}
@@ -76,42 +75,40 @@ def slots_dtype(
         \quad s = \max \sqrt x
 
     where the code of :math:`x > 0` is at least 1 in the second form, because updates are divided by
-    such slots. The update is computed from the slots before they are rounded. Elements whose
-    gradients are below 1/250 of the greatest ones of their group make steps that are too short
+    such slots. The update is computed from the slots before rounding. Steps are too short for
+    elements whose gradients are below 1/250 of the largest one of their group
     (``docs/tasks/little_memory.md``). ``"float8_e4m3fn"`` has the same groups and scales, and
-    stores the float8 (4 bits of exponent, 3 of mantissa) that is nearest to :math:`448 y`, or to
-    :math:`448 \sqrt x / s`, at least the least one above zero: elements down to 1/200,000 of the
-    greatest one keep their magnitude, each to 6 %, so give ``stochastic`` with it. All other slots
-    stay as they are: sums over all steps (Adagrad, FTRL), counts, averages, factors of matrices,
-    those of arrays with one axis or a last axis of fewer than 8 elements. If no slot is left, it is
-    an error. With ``stochastic`` codes are rounded at random. The scales of a matrix with at most
-    128 columns, which may be a table, are further columns of its codes, so a row is read and
-    written with them; if its last axis is sharded, that of the codes is whole.
-    :func:`optzoo.get_slot` decodes, :func:`optzoo.set_slot` encodes,
-    :func:`optzoo.state.slots_like` converts a whole state.
+    stores the float8 (4 bits of exponent, 3 of mantissa) nearest to :math:`448 y`, or to :math:`448
+    \sqrt x / s` and at least the smallest positive one: elements down to 1/200,000 of the largest
+    one keep their magnitude to 6 %, so use it with ``stochastic``. All other slots are unchanged:
+    sums over all steps (Adagrad, FTRL), counts, averages, factors of matrices, and slots of arrays
+    with one axis or a last axis of fewer than 8 elements. With ``stochastic``, codes are rounded at
+    random. The scales of a matrix with at most 128 columns, which may be a table, are stored as
+    further columns of its codes, so that a row is read and written with its scales; if its last
+    axis is sharded, that of the codes is replicated. :func:`optzoo.get_slot` decodes,
+    :func:`optzoo.set_slot` encodes, and :func:`optzoo.state.slots_like` converts a whole state.
 
-    The random bits are a hash of the seed, the number of the update, the path of the parameter
-    and the index of the element, so a run repeats under ``jit``, ``scan`` and ``vmap``, sharded or
-    not, with rows or dense gradients. Within ``shard_map`` indices count from the start of each
-    part. The state holds no random key: it has the same structure with and without ``stochastic``.
+    The random bits are a hash of the seed, the number of the update, the path of the parameter and
+    the index of the element: runs are reproducible under ``jit``, ``scan`` and ``vmap``, for any
+    sharding, with rows or dense gradients. Inside ``shard_map`` indices start at 0 in each shard.
+    The structure of the state does not depend on ``stochastic``.
 
-    ``packed`` stores two slots of a parameter, ``m`` and ``v`` of Adam, in one array: 16-bit slots
-    in words of 32 bits, others side by side along the last axis, of shape ``(..., 2 * width)``. On
-    the CPU words are much faster: XLA scatters rows of 16 bits through a float32 copy of the whole
-    array, but words in place. Slots side by side halve the number of rows that a sparse update
-    looks up, which takes most of its time on the CPU
-    (``slots_dtype(lazy_adam(1e-3), "float32", packed=True)``), and on a TPU two narrow rows share
-    128 lanes. With dense gradients XLA copies them at every step; and if the last axis is sharded,
-    each step moves them between devices. A slot without a partner of its shape is stored as it is,
-    and in 32 and 64 bits one of fewer than two axes or one column, too. :func:`optzoo.get_slot`
-    and :func:`optzoo.set_slot` give each slot separately.
+    ``packed`` stores two slots of a parameter, such as ``m`` and ``v`` of Adam, in one array:
+    16-bit slots in words of 32 bits, others side by side along the last axis, of shape ``(..., 2 *
+    width)``. Words are much faster on the CPU: XLA scatters rows of 16 bits through a float32 copy
+    of the whole array, but words in place. Slots side by side halve the number of rows that a
+    sparse update looks up, which dominates its time on the CPU (``slots_dtype(lazy_adam(1e-3),
+    "float32", packed=True)``); on a TPU two narrow rows share 128 lanes. With dense gradients XLA
+    copies packed slots at every step, and if the last axis is sharded, each step moves them between
+    devices. Slots without a partner of the same shape are not packed; in 32 and 64 bits, neither
+    are slots with fewer than two axes or one column. :func:`optzoo.get_slot` and
+    :func:`optzoo.set_slot` access each slot separately.
 
-    With either option and 16 bits, an update is computed from the slots as they are stored if these
-    are in bfloat16, and from the slots before they are rounded if in float16.
+    With either option and 16 bits, an update is computed from the slots after rounding in bfloat16,
+    and before rounding in float16.
 
-    Derivatives pass straight through random rounding, and through slots packed in float32 or
-    float64. Words and codes have none: to differentiate through an update with slots in 8 bits, or
-    packed in 16, is an error.
+    Random rounding and packing in float32 or float64 have the derivative of the identity. Slots in
+    8 bits, or packed in 16 bits, have no derivative: differentiating an update is an error.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -123,27 +120,27 @@ def slots_dtype(
     Args:
         inner: an optimizer made by :func:`optzoo.rules.leafwise` or :func:`optzoo.rules.treewise`,
             alone or within optax's chains, masks and wrappers.
-        dtype: a floating-point dtype of 16 bits or more, ``"int8"`` or ``"float8_e4m3fn"``; of 8 or
-            16 bits with ``stochastic``; of 16, 32 or 64 with ``packed``.
+        dtype: a floating-point dtype of 16 bits or more, ``"int8"`` or ``"float8_e4m3fn"``; 8 or 16
+            bits with ``stochastic``; 16, 32 or 64 with ``packed``.
         stochastic: round at random.
-        packed: two slots in one array. It changes the structure of the state.
-        seed: of the random bits, an int, at least 0. ``update(..., rounding_seed=n)`` replaces it
-            for one step. If ``slots_dtype`` is nested, the outermost seed counts.
+        packed: store two slots in one array. This changes the structure of the state.
+        seed: seed of the random bits, an int, at least 0. ``update(..., rounding_seed=n)`` replaces
+            it for one step. If ``slots_dtype`` is nested, the outermost seed is used.
 
     Raises:
-        TypeError: if ``dtype`` is none of these kinds, or the seed is not an int; when an update
-            with slots in 8 bits, or packed in 16, is differentiated.
-        ValueError: if an option is given with another dtype than those; by ``init``, if ``inner``
-            has no slots of this library, or none that may have 8 bits; by ``update``, if the state
-            has slots in complex numbers, as they were packed in the past, or with ``stochastic`` if
-            a transformation inside does not pass the keywords of its update on.
+        TypeError: if ``dtype`` is not one of these, or the seed is not an int; if an update with
+            slots in 8 bits, or packed in 16 bits, is differentiated.
+        ValueError: if an option does not support the dtype; in ``init``, if ``inner`` has no slots
+            of this library, or none that may have 8 bits; in ``update``, if the state has slots
+            packed as complex numbers by an old version, or, with ``stochastic``, if a
+            transformation inside does not pass on the keyword arguments of its update.
 
     References:
         Gupta et al., `Deep Learning with Limited Numerical Precision
         <https://arxiv.org/abs/1502.02551>`_, 2015 (stochastic rounding). Ortiz et al., `FlashOptim:
         Optimizers for Memory Efficient Training <https://arxiv.org/abs/2602.23349>`_, 2026 (8
-        bits). There scales are float16; here they have its precision, but no sign and six bits of
-        exponent, so that magnitudes down to 1e-14 keep it.
+        bits). The paper's scales are float16; here scales have the same precision, no sign, and six
+        bits of exponent: the precision holds for magnitudes down to 1e-14.
     """
     inner = inner_transformation(inner=inner)
     check_flags(stochastic=stochastic, packed=packed)
@@ -154,8 +151,8 @@ def slots_dtype(
         state = inner.init(params)
         if not nodes_of(LeafwiseState, state):
             raise ValueError(
-                "slots_dtype finds no slots of optzoo in this state; "
-                "for an optimizer of optax see its own arguments, such as mu_dtype"
+                "slots_dtype finds no slots of optzoo in this state; for an optax optimizer use "
+                "its own arguments, such as mu_dtype"
             )
         return store(inner, params, state)
 
@@ -176,14 +173,16 @@ def slots_dtype(
         jnp.dtype(dtype).name in KINDS
     ):  # each update would round a row, and none rounds a deferred one
         about = about._replace(deferral=None)
-    if stochastic:  # random bits by the places of rows: that they are alone must be proved
+    if (
+        stochastic
+    ):  # random bits depend on positions of rows, which must be proved to be independent
         about = about._replace(row_wise=False)
     return fitting(Optimizer(init, update, about))
 
 
 NOT_PASSED_ON_MSG = (
-    "a transformation inside of optzoo.slots_dtype does not pass the keywords of its update on, so "
-    "the slots in it cannot be rounded at random: put slots_dtype inside of it"
+    "a transformation inside optzoo.slots_dtype does not pass on the keyword arguments of its "
+    "update, so its slots cannot be rounded at random: put slots_dtype inside it"
 )
 
 # The state, of the inner transformation and parameters, in another storage.
@@ -191,7 +190,7 @@ _Store = Callable[[Any, Any, Any], Any]
 
 
 def _storage(dtype: Any, stochastic: bool, packed: bool) -> _Store:
-    """How the slots of a new state are stored; raises ``TypeError`` or ``ValueError``."""
+    """The function that stores the slots of a new state; raises ``TypeError`` or ``ValueError``."""
     names = ", ".join(KINDS)
     if (name := jnp.dtype(dtype).name) in KINDS:
         if packed:
@@ -229,9 +228,10 @@ def _astype(x: Any, dtype: DTypeLike) -> Any:
 
 
 def _cast(dtype: DTypeLike, state: Any, wider: Any) -> Any:
-    """The state with slots in ``dtype``, from those of ``wider`` where it has more digits.
+    """The state with slots in ``dtype``, computed from those of ``wider`` if more precise.
 
-    Slots that were made in fewer digits stay, and so do those that are no real numbers.
+    Slots that were created with lower precision, and slots that are not real numbers, are
+    unchanged.
     """
     what = holds(state.slots)
     has = lambda a, dtype: promote_types(a.dtype, dtype) == a.dtype
@@ -254,7 +254,9 @@ def _in_8_bits(name: str, inner: Any, params: Any, state: Any) -> Any:
 
     def code(state):
         if is_packed(state.slots):
-            raise ValueError("inner stores its slots packed or in 8 bits already: leave that out")
+            raise ValueError(
+                "inner already stores its slots packed or in 8 bits: use only one slots_dtype"
+            )
         trees = map(of_slot, holds(state.slots).values(), state.slots)
         return state._replace(slots=state.slots._make(trees))
 
@@ -268,17 +270,17 @@ def _in_8_bits(name: str, inner: Any, params: Any, state: Any) -> Any:
     of_slot = functools.partial(_coded, kinds, undivided)
     state = map_nodes(LeafwiseState, code, state)
     warn_of_whole(undivided)
-    # Without parameters, as optax.tree.map_params asks for a state, there is nothing to miss.
+    # Without parameters, as in optax.tree.map_params, no slot can be missing.
     if has_codes(state) or not others or not jax.tree.leaves(params):
         return state
     raise ValueError(
-        f"dtype={name} has no slot to store here ({'; '.join(sorted(others))}): give bfloat16, for "
-        "sums with stochastic=True"
+        f"dtype={name} applies to no slot of inner ({'; '.join(sorted(others))}): use bfloat16, "
+        "for sums with stochastic=True"
     )
 
 
 _WHY_NOT = {
-    Sum: "a sum over all steps, of which 8 bits lose single steps",
+    Sum: "a sum over all steps, which loses single steps in 8 bits",
     Exact: "a count, an average or a factor of a matrix",
     Slot: "annotate a mean or a decaying sum as optzoo.rules.Signed or NotNegative",
 }
@@ -296,7 +298,7 @@ def _coded(kinds: Any, undivided: dict[str, None], what: Any, slots: Any) -> Any
         codes = jax.eval_shape(encode_one, a)
         if divides_groups(a.sharding, codes):
             undivided[f"parameters of shape {a.shape}"] = None
-        # On automatic axes XLA would choose other places.
+        # On automatic axes XLA would choose another sharding.
         return jax.jit(encode_one, out_shardings=sharding_of_codes(a.sharding, codes))(a)
 
     code = in_lines(lambda a: encode(a) if takes_codes(a) else a)

@@ -1,4 +1,4 @@
-"""Many small parameters, updated as a few arrays."""
+"""Stacks of many small parameters, updated as a few arrays."""
 
 from __future__ import annotations
 
@@ -41,33 +41,31 @@ def stacked(
     max_members: int = 16,
     check: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps and updates small parameters of equal shape and dtype as one array.
+    """Stores and updates small parameters of equal shape and dtype as one array.
 
-    With a thousand small parameters most of the time is spent on calling kernels, and before that
-    on compiling them. Here up to ``max_members`` parameters of equal shape and dtype share one
-    array in each slot and one kernel in each operation. The values are those of ``inner``, to the
-    rounding of the compiler. This is useful for hundreds of parameters: gradients are copied into
-    the stacks, and compiling a stack takes longer than compiling the update of a few parameters.
+    With a thousand small parameters, most of the time is spent on compiling and launching kernels.
+    Here up to ``max_members`` parameters of equal shape and dtype share one array in each slot and
+    one kernel in each operation. The values are those of ``inner``, up to the rounding of the
+    compiler. This is useful for hundreds of parameters, as gradients are copied into the stacks.
 
     The state is that of ``inner`` with stacks in its trees, so :func:`optzoo.get_slot` and
-    ``optax.tree.map_params`` work on it. Which parameters are stacked follows from shapes and from
-    the arguments here, which are a part of the format of checkpoints.
+    ``optax.tree.map_params`` work on it. The shapes of the parameters and the arguments determine
+    the stacks, and with them the format of checkpoints.
 
-    ``inner`` must be element-wise and must treat all parameters of a shape alike: a new element
+    ``inner`` must be element-wise and must treat all parameters of a shape equally: a new element
     depends on the same element of the gradient, the parameter and the slots, and on scalars of the
     optimizer, by a rule that does not depend on the name, the shape or the rank of the parameter.
-    Norms, clipping, noise and masks go around ``stacked`` or in front of it, and so does
-    :func:`optzoo.slots_dtype` with its options.
+    Put norms, clipping, noise, masks and :func:`optzoo.slots_dtype` with its options around
+    ``stacked`` or in front of it.
 
-    When the update is traced, common violations are found and refused (``check``): norms, sums
-    over axes, random numbers, and what depends on shapes, ranks or the names of members that are
-    compared, at no cost at run time. Not found are sums of different parameters, element by
-    element, and names that concern neither of the members compared, the first two and the last of
-    each stack.
-    ``optzoo.testing.check_stacked`` compares the values on parameters like yours, and finds these.
+    With ``check``, common violations raise an error when the update is traced, without a cost at
+    run time: norms, sums over axes, random numbers, and dependence on shapes, ranks or names. The
+    check compares the first two members and the last of each stack; it does not find element-wise
+    sums of different parameters, nor rules for names of other members.
+    ``optzoo.testing.check_stacked`` finds these too, by comparing values on given parameters.
 
-    A parameter whose gradient is missing, row-sparse or of another dtype than those of its stack
-    leaves the stack for this update: the result is the same, but it is slow.
+    A parameter whose gradient is missing, row-sparse or of another dtype than its stack is updated
+    outside the stack, with the same result but slowly.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optzoo
@@ -80,19 +78,19 @@ def stacked(
 
     Args:
         inner: an element-wise optimizer, of this library or another.
-        mask: which parameters may be stacked (:func:`optzoo.param_groups`); None for all. Those
-            that are sharded over devices must not be.
-        max_size: how many elements a stacked parameter has at most, at least 0. Copying large ones
-            costs more than is gained.
-        max_members: how many parameters a stack has at most, at least 1. The time of compilation
-            grows with it.
-        check: whether ``update``, when it is traced, compares the operations on stacks with those
-            on single parameters. False if it refuses an ``inner`` that is right with stacks, such
-            as one with a norm of all parameters together.
+        mask: the parameters that may be stacked (:func:`optzoo.param_groups`); None for all.
+            Exclude parameters that are sharded over devices.
+        max_size: the largest number of elements of a stacked parameter, at least 0. Copying larger
+            parameters costs more time than stacks save.
+        max_members: the largest number of parameters in a stack, at least 1. Compile time grows
+            with it.
+        check: whether ``update`` compares, at trace time, the operations on stacks with those on
+            single parameters. Set it to False if the check refuses an ``inner`` that is correct
+            with stacks, for example one with a norm of all parameters together.
 
     Raises:
-        ValueError: by ``init``, if a parameter to be stacked is sharded or has a slot of another
-            shape; by ``update`` when it is traced, if ``check`` finds other operations.
+        ValueError: in ``init``, if a parameter to be stacked is sharded or has a slot of another
+            shape; in ``update``, at trace time, if ``check`` finds different operations.
     """
     inner = inner_transformation(inner=inner)
     check_mask(mask=mask)
@@ -112,8 +110,7 @@ def stacked(
     def init(params):
         if any(map(is_stack, jax.tree.leaves(params, is_leaf=is_stack))):
             raise ValueError(
-                "optzoo.stacked is inside of optzoo.stacked, whose stacks have no parameters: "
-                "write one of them alone"
+                "optzoo.stacked is inside optzoo.stacked, which is not supported: use only one"
             )
         layout = layout_by_shape(params)
         _check_not_sharded(params, layout)
@@ -127,7 +124,7 @@ def stacked(
         check_gradients(updates, params, allow_complex=True)
         own = layout_of(state)
         kinds = _kinds(updates, params)
-        # Without slots any layout is right, for the state has none.
+        # Without slots any layout is valid, as the state has none.
         layout = own or layout_by_shape(updates if params is None else params)
         layout = tuple(m for members in layout for m in _grouped(members, kinds, max_members))
         flags = {k: v if isinstance(v, bool | str) else None for k, v in extra_args.items()}
@@ -147,7 +144,7 @@ def stacked(
 
 
 def _kind(a: Any) -> Any:
-    """What the members of a stack have in common; None for what does not go into any."""
+    """The shape and dtype that members of a stack share; None for leaves that are not stacked."""
     if a is None or is_rows(a) or isinstance(a, optax.MaskedNode):
         return None
     a = jax.typeof(a) if not isinstance(a, jax.ShapeDtypeStruct) else a
@@ -157,7 +154,7 @@ def _kind(a: Any) -> Any:
 
 
 def _kinds(updates: Any, params: Any) -> list[Any]:
-    """Of each gradient and its parameter."""
+    """The kind of each gradient and its parameter."""
     gs, _ = flatten_with_stacks(updates)
     xs = gs if params is None else flatten_with_stacks(params)[0]
     about = lambda x: (jnp.shape(x), jnp.result_type(x))
@@ -189,8 +186,9 @@ def _check_slot_shapes(state: Any, params: Any) -> None:
     for slot in stacks_in(state):
         if (*slot.arrays,) not in shapes:
             raise ValueError(
-                "optzoo.stacked is around an optimizer with owners=, which has stacks of its own: "
-                "put stacked around the optimizer of the other parameters, by optzoo.param_groups"
+                "optzoo.stacked is around an optimizer with owners, which makes its own stacks: "
+                "use optzoo.param_groups, and put stacked around the optimizer of the other "
+                "parameters only"
             )
         i, shape = shapes[(*slot.arrays,)]
         if _shapes(slot) != shape:

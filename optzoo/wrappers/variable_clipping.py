@@ -30,7 +30,8 @@ def variable_clipping(
     clipped, unless axis 0 is among the axes: then the whole parameter is clipped. A parameter
     without a gradient is not clipped.
 
-    It must be the last transformation of a chain: it clips the parameters plus this update.
+    The wrapper must be the last transformation of a chain, since it clips the parameters plus this
+    update.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -60,8 +61,7 @@ def variable_clipping(
 
     Differences from the original:
         Rows that share an index are clipped once; the original subtracts the excess once for each
-        of them, which makes the row too short or reverses its sign. A bound of zero or less is an
-        error.
+        of them, which makes the row too short or reverses its sign. ``max_norm`` must be positive.
     """
     inner = inner_transformation(inner=inner)
     check_positive(max_norm=max_norm)

@@ -28,10 +28,10 @@ def decoupled_weight_decay(
         x' &= x_{t-1} - \lambda\, x_{t-1} \\
         x_t &= x' + u_t(g_t, x')
 
-    where :math:`u_t` is the update of ``inner``, which sees the decayed parameters. The decay is
-    not multiplied by the learning rate: ``weight_decay * rate`` of an optimizer that multiplies,
-    such as ``optax.adamw``, is the ``weight_decay_per_step`` here. If a gradient is row-sparse,
-    only its rows decay; a parameter without a gradient does not decay.
+    where :math:`u_t` is the update of ``inner``, which reads the decayed parameters. The decay is
+    not multiplied by the learning rate: ``weight_decay_per_step`` corresponds to ``weight_decay *
+    rate`` of ``optax.adamw``. If a gradient is row-sparse, only its rows decay; a parameter without
+    a gradient does not decay.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -48,12 +48,11 @@ def decoupled_weight_decay(
         inner: a complete optimizer, including its learning rate.
         weight_decay_per_step: :math:`\lambda`, the fraction of a parameter that is removed at each
             update, at least 0.
-        mask: which parameters decay: a pattern of names, a tuple of patterns such as
-            ``("kernel", "embedding")``, a tree of bools, or a function of the parameters that
-            returns one of these (:func:`optzoo.param_groups`); None for all.
+        mask: the parameters that decay, a mask such as ``"kernel"`` or ``("kernel", "embedding")``
+            (:func:`optzoo.param_groups`); None for all.
 
     Raises:
-        TypeError: if ``mask`` is of another type, ``inner`` no transformation, or if
+        TypeError: if ``mask`` is of another type, if ``inner`` is not a transformation, or if
             ``weight_decay`` is given.
         ValueError: if ``weight_decay_per_step`` is negative or not finite; in ``update`` if no
             params are given, or if a pattern of ``mask`` matches no parameter.
@@ -63,11 +62,11 @@ def decoupled_weight_decay(
         <https://arxiv.org/abs/1711.05101>`_, 2019.
 
     Differences from the original:
-        ``mask`` is always applied; the original ignores ``minimize(decay_var_list=)``, and takes an
-        empty list for all. Around gradient descent the rows of row-sparse gradients decay, too.
-        Around LARS both weight decays apply; in the original they share one attribute. The decay
-        always precedes the update of an optimizer that reads the parameters; in the original the
-        order is undefined.
+        ``mask`` is always applied; the original's ``minimize`` ignores its ``decay_var_list``, and
+        an empty list selects all parameters. Around gradient descent the rows of row-sparse
+        gradients decay, too. Around LARS both weight decays apply; in the original they share one
+        attribute. The decay always precedes the update of an optimizer that reads the parameters;
+        in the original the order is undefined.
     """
     inner = inner_transformation(inner=inner)
     check_not_negative(weight_decay_per_step=weight_decay_per_step)

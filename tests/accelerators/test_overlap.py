@@ -23,7 +23,7 @@ ASYNCHRONOUS = {
 def overlaps(device, overlap_steps, options=None):
     """The exchanges of a round with so many steps between."""
     report = round_of(device, overlap_steps, options)
-    assert ("beside other operations:" in str(report)) == bool(report.overlaps)
+    assert ("overlapped collectives:" in str(report)) == bool(report.overlaps)
     return [overlap for overlap in report.overlaps if overlap.nbytes >= NBYTES]
 
 

@@ -131,7 +131,7 @@ def test_what_does_not_fit():
 
 
 def test_slices_that_do_not_exist():
-    with pytest.raises(ValueError, match="device='v5e:7x1' is not known to its compiler"):
+    with pytest.raises(ValueError, match="device='v5e:7x1' is not supported by its compiler"):
         optzoo.compiled.devices_of("v5e:7x1")
 
 

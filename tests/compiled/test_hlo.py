@@ -219,7 +219,7 @@ def test_what_runs_beside_a_collective():
         Overlap("all-gather", 4 * 32, 8, ("while", ""), ("f32",), None),
         Overlap("all-reduce", 4 * 8, 8, ("while", "", "mul"), ("f32",), None),
     ]
-    assert _between(found[0]) == ("", "8 turns of loops", "2 operations")
+    assert _between(found[0]) == ("", "8 loop iterations", "2 operations")
     assert list(_blocking(Program(BESIDE))) == []
 
 
@@ -274,7 +274,7 @@ def test_cycles_beside_a_collective():
     first, last = _overlaps(program)
     assert first.cycles == 100 + 7 + 9 + 5 * 7 and first.dtypes == ("bf16",)
     assert (last.kind, last.cycles) == ("all-reduce", 0)
-    assert _between(first) == ("151 cycles", "5 turns of loops", "6 operations")
+    assert _between(first) == ("151 cycles", "5 loop iterations", "6 operations")
     assert list(_blocking(program)) == [Blocking("all-to-all", 64, ("bf16",), "first")]
     of_loops = Collectives("all-to-all", True, 1, 32, ("s32",))
     assert [*_collectives(program)] == [

@@ -93,14 +93,14 @@ def test_ten_of_each_are_shown():
         "returned in another sharding: 12",
         "new arrays of 0.0 MB or more: 12, 144.0 MB",
         "collectives: 24",
-        "  beside nothing, outside of loops: 8, 66.0 MB",
-        "  beside other operations: 12, 144.0 MB, 144,000,000 cycles of other operations",
+        "  without overlap, outside loops: 8, 66.0 MB",
+        "  overlapped: 12, 144.0 MB, 144,000,000 cycles of other operations",
         "donated and not reused:",
     ]
     assert [line for line in lines if line in totals] == totals
     assert lines[-1] == (
         "2 more arguments that are not reused, 2 more arguments in another sharding, 2 more new "
-        "arrays, 10 more collectives beside other operations: report.full() has them"
+        "arrays, 10 more overlapped collectives: see report.full()"
     )
     assert "report.full()" not in full
 
@@ -212,7 +212,7 @@ def test_arguments_on_other_devices(monkeypatch):
     here, mesh = jax.devices()[:4], Mesh(np.array(jax.devices()[4:6]), ("x",))
     monkeypatch.setattr(module, "devices_of", lambda name: here)
     x = jax.device_put(jnp.ones(4), NamedSharding(mesh, PartitionSpec("x")))
-    words = r"args\[1\]\['w'\] is sharded over other devices than those of 'cpu': give its shape"
+    words = r"args\[1\]\['w'\] is sharded over devices that are not those of 'cpu': give its shape"
     with pytest.raises(ValueError, match=words):
         report(lambda x, y: x, jnp.ones(1), {"w": x})
 
@@ -287,16 +287,16 @@ MET = {
 UNMET = {
     "donated": (
         {"donated": True},
-        "donated: no result takes the memory of params['w'], 2,048 bytes",
+        "donated: no result reuses the memory of params['w'], 2,048 bytes",
     ),
     "same_shardings": (
         {"same_shardings": True},
-        "same_shardings: the result in the place of params['w'] has another sharding",
-        "same_shardings: no result is in the place of state['m']",
+        "same_shardings: the result for params['w'] has another sharding",
+        "same_shardings: there is no result for state['m']",
     ),
     "divided": (
         {"divided": {1: 8, 2: 8, 0: 1, "scale": 1}},
-        "divided: a device has 512 of the 2,304 bytes of argument 1, more than one part in 8; "
+        "divided: a device has 512 of the 2,304 bytes of argument 1, more than 1/8; "
         "of state['v'] 256 of 256",
     ),
     "collectives": ({"collectives": {}}, "collectives: all-reduce of ", ", none is allowed"),

@@ -469,7 +469,7 @@ def test_what_may_be_deferred():
         (optzoo.moving_average(optzoo.moving_average(plain)), False),
         (optzoo.moving_average(decayed), True),
     ):
-        with pytest.raises(TypeError, match="one average, of an optimizer without"):
+        with pytest.raises(TypeError, match="only one average, and no weight decay"):
             optzoo.caught_up(inner, dense=dense)
     masked = optzoo.adamw(0.1, weight_decay_per_step=0.1, mask=("users",))
     optzoo.caught_up(masked)

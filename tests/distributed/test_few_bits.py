@@ -204,17 +204,15 @@ def test_with_error_feedback_two_bits_have_no_bias(options):
 
 
 REFUSED = {
-    "int2.* rounds what replicas send, which send nothing with axis_name=None": {
+    "int2.* rounds what replicas send, but they send nothing with axis_name=None": {
         "exchange_dtype": "int2",
         "axis_name": None,
     },
-    "int2.* which are to stay equal with warmup_steps": {
+    "int2.* but they must stay equal with warmup_steps": {
         "exchange_dtype": "int2",
         "warmup_steps": 1,
     },
-    "error_feedback=True keeps what rounding left: pass an exchange_dtype": {
-        "error_feedback": True
-    },
+    "error_feedback=True needs an exchange_dtype": {"error_feedback": True},
     "exchange_dtype must be one of bfloat16, int8, int4, int2, None, got 'int3'": {
         "exchange_dtype": "int3"
     },
@@ -235,5 +233,5 @@ def test_a_quorum_of_more_than_all():
     with pytest.raises(ValueError, match="min_arrived must be at most the size of"):
         optzoo.replicas.map_over_replicas(step)(*carry, np.zeros((N, 3), np.float32))
     other = optzoo.model_average(optzoo.gradient_descent(0.1))
-    with pytest.raises(ValueError, match=r"weight=2\.0 is for methods with a weighted mean"):
+    with pytest.raises(ValueError, match=r"weight=2\.0 needs a method with a weighted mean"):
         other.update(START["b"], other.init(START["b"]), START["b"], weight=2.0)

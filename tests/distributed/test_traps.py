@@ -233,7 +233,7 @@ def test_an_overlap_has_time():
 @pytest.mark.parametrize(
     ("method", "exchange", "words"),
     [
-        ("diloco", "start", "exchange='start' is for .* overlap_steps of at least 1"),
+        ("diloco", "start", "exchange='start' needs .* overlap_steps of at least 1"),
         ("diloco, overlapping", "begin", "exchange must be one of start, finish, got 'begin'"),
     ],
 )
@@ -261,7 +261,7 @@ def test_parameters_are_needed(method):
 def test_more_than_one_replica_for_a_device_is_refused():
     tx = optzoo.model_average(INNER)
     step = lambda x, s: (x, s)
-    with pytest.raises(ValueError, match="each device takes one replica, got 2"):
+    with pytest.raises(ValueError, match="each device must have one replica, got 2"):
         jax.eval_shape(
             optzoo.replicas.map_over_replicas(step, mesh=cases.mesh(2)), *cases.start(tx)
         )

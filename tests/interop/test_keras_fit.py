@@ -247,7 +247,7 @@ def test_a_plateau():
 def test_a_rate_inside_of_the_transformation():
     net = model(for_fit(optzoo.adam(0.1)))
     for use in (lambda o: o.learning_rate, lambda o: setattr(o, "learning_rate", 0.5)):
-        with pytest.raises(AttributeError, match=r"give for_fit\(..., learning_rate=0.001\)"):
+        with pytest.raises(AttributeError, match=r"use for_fit\(..., learning_rate=0.001\)"):
             use(net.optimizer)
     plateau = keras.callbacks.ReduceLROnPlateau("loss")
     with pytest.raises(AttributeError, match="the learning rate is inside"):
@@ -410,7 +410,7 @@ def test_a_constraint():
 @pytest.mark.parametrize("name", DISTRIBUTED)
 @pytest.mark.parametrize("axis_name", [None, "replica"])
 def test_refuses_methods_for_replicas(name, axis_name):
-    with pytest.raises(ValueError, match="tx is a method for replicas, and fit has one model"):
+    with pytest.raises(ValueError, match="tx is a method for replicas, but fit has one model"):
         for_fit(DISTRIBUTED[name].make(optzoo.adam(), 4, axis_name=axis_name))
 
 
@@ -423,11 +423,11 @@ def test_refuses_methods_for_replicas(name, axis_name):
         (
             lambda: for_fit(optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())),
             ValueError,
-            "the update of tx needs 'value', which fit does not give",
+            "the update of tx needs 'value', which fit does not pass",
         ),
-        (lambda: for_fit(optzoo.caught_up(optzoo.adam())), ValueError, "that of optzoo.caught_up"),
+        (lambda: for_fit(optzoo.caught_up(optzoo.adam())), ValueError, "tx is optzoo.caught_up"),
         (lambda: for_fit(optax.adam(0.1), 0.1), ValueError, "nothing in tx reads it: leave it out"),
-        (lambda: for_fit("adam", lambda step: 0.1), TypeError, "or a schedule of Keras, got"),
+        (lambda: for_fit("adam", lambda step: 0.1), TypeError, "or a Keras schedule, got"),
         (
             lambda: keras.saving.get_registered_object("optzoo>FitOptimizer")("adam", clipnorm=1),
             TypeError,

@@ -32,8 +32,8 @@ def test_the_stored_results_have_a_page():
     names = {o["name"] for o in page.data(stored)["optimizers"]}
     assert names >= CATALOG.keys()
     dense, tables = (first for first, *_ in advice.advice(stored))
-    assert dense.startswith("For dense models begin with ")
-    assert tables.startswith("For models with embedding tables begin with ")
+    assert dense.startswith("For dense models start with ")
+    assert tables.startswith("For models with embedding tables start with ")
 
 
 def test_the_stored_facts_are_those_of_the_problems():

@@ -270,10 +270,10 @@ def test_command_runs_and_shows_a_leaderboard(tmp_path, capsys):
     assert "[1/2] ftrl on valley" in shown
     # The first line is about the time, the last ones are the advice and the page.
     first = " ".join(shown.split("[0/2]")[0].split())
-    assert first.startswith("2 runs, estimated time 0:00 minutes on two quiet cores")
-    assert "Finished runs survive Ctrl-C" in first and "--quick" in first
+    assert first.startswith("2 runs, estimated time 0:00 minutes on two idle cores")
+    assert "Ctrl-C keeps finished runs" in first and "--quick" in first
     advice, last = shown.rsplit("\n\n", 1)
-    assert "For dense models begin with" in advice and last.endswith("out/index.html\n")
+    assert "For dense models start with" in advice and last.endswith("out/index.html\n")
     assert (tmp_path / "out" / "valley.png").stat().st_size > 1000
     assert "data:image/png;base64" in (tmp_path / "out" / "index.html").read_text()
 
@@ -298,12 +298,12 @@ def test_command_takes_a_module_of_the_folder(tmp_path, monkeypatch, capsys):
         ("--problem digit", "did you mean digits"),
         ("--problem ,", "at least one problem"),
         ("--optimizers ,", "at least one optimizer"),
-        ("--seeds 0", "positive whole number"),
+        ("--seeds 0", "positive integer"),
         ("--seeds 11 --problem quadratic_deep", "seeds must be at most 10, got 11"),
         ("--rates -1", "must be positive"),
-        ("--rates ,", "no learning rate"),
+        ("--rates ,", "at least one learning rate"),
         ("--rates 0.1,a", "could not convert string to float: 'a'"),
-        ("--rates 3", "write --rates 3.0 for this rate, --num-rates 3 for as many rates"),
+        ("--rates 3", "write --rates 3.0 for this learning rate, or --num-rates 3 for 3 rates"),
         ("--rates 0.1 --num-rates 3", "not allowed with"),
         ("--out /dev/null/race", "cannot be written"),
     ],

@@ -280,7 +280,9 @@ def test_damaged_results_are_set_aside(name, whole, tmp_path):
     damaged = damaged if isinstance(damaged, bytes) else damaged.encode()
     assert damaged != whole.encode()
     (tmp_path / "results.json").write_bytes(damaged)
-    with pytest.warns(UserWarning, match=r"results\.json is damaged .*; it is now results\.dam"):
+    with pytest.warns(
+        UserWarning, match=r"results\.json is damaged .*; it was renamed to results\.dam"
+    ):
         runs = storage.read_runs(tmp_path)
     assert len(runs) == kept
     assert (tmp_path / "results.damaged-1.json").read_bytes() == damaged
@@ -293,7 +295,7 @@ def test_a_race_goes_on_after_damage(whole, tmp_path):
     (tmp_path / "results.json").write_text(damaged)
     (tmp_path / "results.damaged-1.json").write_text("older")
     seen = []
-    with pytest.warns(UserWarning, match=r"it is now results\.damaged-2\.json"):
+    with pytest.warns(UserWarning, match=r"it was renamed to results\.damaged-2\.json"):
         start(tmp_path, ["adam", "momentum"], watch=lambda p: seen.append(p.optimizer))
     assert seen == ["adam", ""] and in_file(tmp_path) == ["adam", "momentum"]
     assert (tmp_path / "results.damaged-1.json").read_text() == "older"

@@ -92,7 +92,7 @@ def test_vectors_and_scalars():
 @pytest.mark.parametrize("shape", [(3,), (), (2, 3, 4), (3, 3, 4, 8)])
 def test_other_parameters_are_refused(shape):
     params = {"layer": {"kernel": jnp.ones((2, 3)), "other": jnp.ones(shape)}}
-    error = f"'layer/other' has shape {re.escape(str(shape))}.* 'io': give .*param_groups"
+    error = f"'layer/other' has shape {re.escape(str(shape))}.* 'io': use .*param_groups"
     tx = optzoo.muon()
     with pytest.raises(ValueError, match=error):
         tx.init(params)
@@ -117,9 +117,9 @@ def test_what_is_not_trained_may_have_any_axes():
     [
         ({"axes": "hwio"}, ValueError, "axes must be letters b .* got 'hwio'"),
         ({"axes": ("io", 3)}, TypeError, "axes must be a string such as 'io', or a tuple"),
-        ({"axes": ("io", "oi")}, ValueError, "axes must be one word for each number of axes"),
+        ({"axes": ("io", "oi")}, ValueError, "axes must be one string for each number of axes"),
         ({"ns_coefficients": "dion"}, TypeError, "ns_coefficients must be three numbers, or"),
-        ({"ns_coefficients": EACH}, ValueError, "got 3 of them: ns_steps is 5"),
+        ({"ns_coefficients": EACH}, ValueError, "got 3 rows for ns_steps=5"),
         ({"ns_coefficients": (1, 2)}, ValueError, r"got \(1, 2\)"),
         ({"iteration_dtype": "float16"}, ValueError, "must be one of bfloat16, float32, float64"),
         ({"iteration_dtype": "int32"}, TypeError, "must be a floating-point dtype or None"),

@@ -173,7 +173,7 @@ def test_collectives_of_many_layers():
 def test_mistakes():
     with pytest.raises(TypeError, match="owners must be the name of a mesh axis"):
         optzoo.muon(owners=2)
-    with pytest.raises(ValueError, match="exchange_dtype must be None without owners="):
+    with pytest.raises(ValueError, match="exchange_dtype must be None without owners"):
         optzoo.muon(exchange_dtype="bfloat16")
     params = {"w": jnp.ones((4, 4))}
     tx = optzoo.muon(owners="d")

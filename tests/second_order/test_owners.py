@@ -199,7 +199,7 @@ def test_mistakes():
     for wrong in ((), ("d", "d")):
         with pytest.raises(ValueError, match=r"owners must be different mesh axes, at least one"):
             Owners.of(wrong, None)
-    with pytest.raises(ValueError, match="exchange_dtype must be None without owners=, got"):
+    with pytest.raises(ValueError, match="exchange_dtype must be None without owners, got"):
         Owners.of(None, "bfloat16")
     with pytest.raises(TypeError, match=r"exchange_dtype must be"):
         Owners.of("d", "int8")
@@ -218,5 +218,7 @@ def test_mistakes():
         out_specs=P(),
         axis_names={"d"},
     )
-    with pytest.raises(ValueError, match=r"are in part axes of the shard_map around the update"):
+    with pytest.raises(
+        ValueError, match=r"mixes axes of the shard_map around the update with other"
+    ):
         jax.jit(partly)(x)

@@ -404,7 +404,7 @@ def test_replicas_share_the_work(check, stagger):
 @pytest.mark.parametrize("interval", [1, 2.0, lambda k: 2])
 def test_staggered_refreshes_need_an_int(interval):
     with pytest.raises(
-        ValueError, match="preconditioner_interval must be an int above 1 to stagger"
+        ValueError, match="preconditioner_interval must be an int above 1 with stagger=True"
     ):
         optzoo.soap(preconditioner_interval=interval, stagger=True)
 

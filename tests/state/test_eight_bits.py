@@ -416,7 +416,7 @@ def test_which_slots_are_in_8_bits(entry):
     """Means and decaying sums of arrays with 8 columns or more, and nothing else."""
     tx, name = slots_dtype(samples.make(entry), "int8"), entry.factory.__name__
     if name in REFUSED:
-        with pytest.raises(ValueError, match="dtype=int8 has no slot to store here"):
+        with pytest.raises(ValueError, match="dtype=int8 applies to no slot of inner"):
             tx.init(PARAMS)
         return
     state = tx.init(PARAMS)
@@ -825,7 +825,7 @@ def test_refused():
     momentum = optzoo.momentum(0.1, 0.9)
     with pytest.raises(ValueError, match=r"packed, got 'int8'"):
         slots_dtype(momentum, "int8", packed=True)
-    with pytest.raises(ValueError, match="in 8 bits already"):
+    with pytest.raises(ValueError, match="inner already stores its slots packed or in 8 bits"):
         slots_dtype(slots_dtype(momentum, "int8"), "int8").init(jnp.ones(SHAPE))
     with pytest.raises(TypeError, match="slots_dtype, but for int8"):
         optzoo.caught_up(slots_dtype(momentum, "int8"), dense=True)

@@ -164,5 +164,5 @@ def test_training_with_columns_of_unlike_scales():
 def test_refused():
     with pytest.raises(ValueError, match="packed, got 'float8_e4m3fn'"):
         slots_dtype(optzoo.adam(0.1), "float8_e4m3fn", packed=True)
-    with pytest.raises(ValueError, match=r"dtype=float8_e4m3fn has no slot to store here"):
+    with pytest.raises(ValueError, match=r"dtype=float8_e4m3fn applies to no slot of inner"):
         slots_dtype(optzoo.adagrad(0.1), "float8_e4m3fn").init(jnp.ones((8, 8)))

@@ -193,7 +193,7 @@ def test_summaries_of_a_partition_are_merged():
 
 def test_no_summaries():
     with pytest.raises(
-        ValueError, match=r"put optzoo.transforms.gradient_summaries\(\) into the chain"
+        ValueError, match=r"add optzoo.transforms.gradient_summaries\(\) to the chain"
     ):
         read_summaries(optzoo.adam(0.1).init(params()))
 

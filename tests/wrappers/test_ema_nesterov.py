@@ -96,5 +96,7 @@ def test_bad_arguments():
     tx = optzoo.ema_nesterov(optzoo.caught_up(optzoo.adam(0.1)), 0.5)
     x = {"table": jnp.asarray(TABLE)}
     rows = SparseRows(jnp.array([1]), jnp.ones((1, 2)), 3)
-    with pytest.raises(ValueError, match=r"rows, those of optzoo.caught_up included"):
+    with pytest.raises(
+        ValueError, match=r"rows, which is incompatible with the deferred rows of optzoo.caught_up"
+    ):
         step(tx, {"table": rows}, x)

@@ -44,7 +44,7 @@ X = {"w": jnp.ones((2, 2), jnp.bfloat16)}
 def test_around_master_weights(name, inside):
     """They would see rounded parameters, and what they move would be rounded away."""
     tx = {**MOVE, **EXCHANGE}[name](INSIDE[inside](optzoo.master_weights(SGD)))
-    of_agn = "nothing to correct, as no parameter is in bfloat16"  # its center is in float32
+    of_agn = "so master_weights has nothing to correct"  # its center is in float32
     words = of_agn if name == "agn" else rf"{name} is around .*master_weights\({name}\(tx"
     with pytest.raises(ValueError, match=words):
         tx.init(X)

@@ -319,22 +319,26 @@ REFUSED = [
     ({"multitask"}, METHODS, "multitask is around a method for replicas"),
     ({"skip_spikes"}, METHODS, "skip_spikes is around a method for replicas"),
     ({"multitask"}, {"accumulate"}, r"write accumulate\(multitask\(tx\), every\)"),
-    ({"multitask"}, {"stacked"}, "multitask is around optzoo.stacked, or owners="),
+    ({"multitask"}, {"stacked"}, "multitask is around optzoo.stacked or an optimizer with owners"),
     (MOVE, {"accumulate"}, r"not in each update: write accumulate\("),
     (MOVE, SHARED, r"not in each update: put it inside, as in sync_replicas\("),
     (MOVE | CENTERED - {"agn"}, {"master_weights"}, r"write master_weights\("),
-    ({"agn", "master_weights"}, {"master_weights"}, "no parameter is in bfloat16"),
-    ({"param_groups", "stacked"}, {"master_weights"}, "put it around them"),
-    ({"moving_average"}, {"caught_up"}, "reads deferred rows"),
-    ({"ema_nesterov", "hyperball"}, {"caught_up"}, "which are deferred"),
+    ({"agn", "master_weights"}, {"master_weights"}, "no parameter is bfloat16"),
+    ({"param_groups", "stacked"}, {"master_weights"}, "put master_weights around them"),
+    ({"moving_average"}, {"caught_up"}, "moving_average cannot be around deferred rows"),
+    (
+        {"ema_nesterov", "hyperball"},
+        {"caught_up"},
+        "incompatible with the deferred rows of optzoo.caught_up",
+    ),
     (CENTERED, {"caught_up"}, "does not support the deferred rows of optzoo.caught_up"),
     (
         {"caught_up"},
         ALL - {"decoupled_weight_decay", "moving_average", "slots_dtype"},
         "has no decay rule for rows without a gradient",
     ),
-    ({"stacked"}, {"stacked"}, "is inside of optzoo.stacked"),
-    ({"stacked"}, {"hyperball"}, "is stacked with others along the first axis"),
+    ({"stacked"}, {"stacked"}, "is inside optzoo.stacked"),
+    ({"stacked"}, {"hyperball"}, "is in a stack along the first axis"),
     (
         {"stacked"},
         {"accumulate", "agn", "caught_up", "param_groups", "sync_replicas"},
@@ -344,7 +348,7 @@ REFUSED = [
 # Of dense gradients, as stacks have no rows; and of rows.
 REFUSED_OF_KIND = {
     "dense": [
-        ({"stacked"}, {"ema_in_place", "multitask", "skip_spikes"}, "are not those on its stack"),
+        ({"stacked"}, {"ema_in_place", "multitask", "skip_spikes"}, "and on its stack differ in"),
         ({"stacked"}, {"variable_clipping"}, "along the first axis"),
     ],
     "rows": [

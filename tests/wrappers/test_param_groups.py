@@ -175,7 +175,7 @@ def test_each_parameter_needs_exactly_one_pattern(patterns, message):
     ("transforms", "error", "message"),
     [
         ([optax.sgd(0.1)], TypeError, "must be a dict of patterns"),
-        ({}, ValueError, "must hold a pattern"),
+        ({}, ValueError, "must contain at least one pattern"),
         ({0: optax.sgd(0.1)}, TypeError, "pattern must be a string, got 0"),
         ({"kernel": 0.1}, TypeError, "kernel'. must be an optax transformation .*, got 0.1"),
         ({"(kernel": optax.sgd(0.1)}, ValueError, r"'\(kernel' is not a regular expression"),

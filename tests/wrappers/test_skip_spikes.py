@@ -339,7 +339,9 @@ def test_bad_arguments():
 def test_bad_losses():
     tx, x = optzoo.skip_spikes(optax.sgd(0.1)), jnp.zeros(1)
     update = functools.partial(tx.update, x, tx.init(x), x)
-    with pytest.raises(ValueError, match=r"got none: pass update\(\.\.\., value=loss\), or give"):
+    with pytest.raises(
+        ValueError, match=r"called without it: pass update\(\.\.\., value=loss\), or set"
+    ):
         update()
     with pytest.raises(ValueError, match=r"^value must be a scalar, got shape \(2,\)"):
         update(value=jnp.ones(2))

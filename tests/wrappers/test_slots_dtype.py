@@ -551,7 +551,9 @@ def test_a_transformation_in_between_that_swallows_the_seed_is_refused():
     x, g = jnp.ones(64), jnp.linspace(0.1, 1, 64)
     make = lambda tx: slots_dtype(tx, "bfloat16", stochastic=True)
     for tx in (forgets, optax.chain(optzoo.transforms.scale_by_momentum(0.9), forgets)):
-        with pytest.raises(ValueError, match=r"pass the keywords .* put slots_dtype inside"):
+        with pytest.raises(
+            ValueError, match=r"pass on the keyword arguments .* put slots_dtype inside"
+        ):
             step(make(tx), g, x)
     rounds = make(adam)
     inside = optax.GradientTransformation(

@@ -106,25 +106,31 @@ def _plus_the_first(grads, _):
 REFUSED = {
     "norm": (
         optax.lamb(0.1),
-        r"parameter 'layers/1/bias' are not .* \(they differ in .*reduce_sum",
+        r"parameter 'layers/1/bias' and on its stack differ in .*reduce_sum",
     ),
-    "global norm": (optax.clip_by_global_norm(1.0), r"they differ in reduce_sum\)"),
-    "noise": (optax.add_noise(0.1, 0.5, jax.random.key(0)), "they differ in random_bits"),
-    "all finite": (optax.apply_if_finite(optax.sgd(0.1), 2), r"they differ in reduce_and\)"),
+    "global norm": (optax.clip_by_global_norm(1.0), r"on its stack differ in reduce_sum\n"),
+    "noise": (
+        optax.add_noise(0.1, 0.5, jax.random.key(0)),
+        "and on its stack differ in random_bits",
+    ),
+    "all finite": (
+        optax.apply_if_finite(optax.sgd(0.1), 2),
+        r"and on its stack differ in reduce_and\n",
+    ),
     "names": (
         optax.masked(
             optax.scale(2.0),
             lambda tree: jax.tree_util.tree_map_with_path(lambda k, _: "1" in str(k), tree),
         ),
-        r"parameter 'layers/1/(bias|kernel)' are not .* \(they differ in mul\)",
+        r"parameter 'layers/1/(bias|kernel)' and on its stack differ in mul\n",
     ),
     "sizes": (
         optax.stateless(lambda g, _: jax.tree.map(lambda x: x / x.size, g)),
-        r"parameter 'layers/1/bias' are not .* \(they differ in div\)",
+        r"parameter 'layers/1/bias' and on its stack differ in div\n",
     ),
     "neighbours": (
         optax.stateless(lambda g, _: jax.tree.map(lambda x: jnp.roll(x, 1, 0), g)),
-        "parameter 'layers/1/bias' are not .*they differ in .*slice",
+        "parameter 'layers/1/bias' and on its stack differ in .*slice",
     ),
 }
 REFUSED |= {
@@ -134,15 +140,15 @@ REFUSED |= {
     ),
     "columns": (
         optzoo.variable_clipping(optax.sgd(0.1), {".*": (0,)}, 1.0),
-        "is stacked with others along the first axis: put optzoo.stacked inside of this wrapper",
+        "is in a stack along the first axis: put optzoo.stacked inside this wrapper",
     ),
     "rows": (
         optzoo.variable_clipping(optax.sgd(0.1), {".*kernel": (1,)}, 1.0),
-        "is stacked with others along the first axis",
+        "is in a stack along the first axis",
     ),
     "ranks": (
         optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda x: jnp.ndim(x) > 1, tree)),
-        "parameter 'layers/1/bias' are not",
+        "parameter 'layers/1/bias' and on its stack differ in add, mul",
     ),
 }
 # Not found by the operations of the update.

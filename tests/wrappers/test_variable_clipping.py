@@ -129,7 +129,7 @@ def test_bad_dims(dims, message):
 
 
 def test_axes_are_tuples():
-    with pytest.raises(ValueError, match=r"dims must hold tuples of axes such as \(1,\), got"):
+    with pytest.raises(ValueError, match=r"dims must contain tuples of axes such as \(1,\), got"):
         clip({"table": 1})
 
 

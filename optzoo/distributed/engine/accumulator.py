@@ -1,8 +1,8 @@
-"""Sums of gradients that wait for more gradients.
+"""Accumulators of gradients.
 
-The rows of a table are accumulated in an array of the table's shape. Two more arrays tell for
-which update each row is accumulated, and from how many gradients, so that the sums can be read as
-rows again. Nothing is ever cleared: a sum for an earlier update counts as zero.
+The rows of a table are accumulated in an array of the table's shape. Two more arrays store, for
+each row, the number of its update and its number of gradients, so that the sums can be read as
+rows. Sums are never cleared: a sum for an earlier update is treated as zero.
 """
 
 import math
@@ -23,8 +23,8 @@ from .collectives import divide_gradients
 class GradientAccumulator(NamedTuple):
     """Three trees like the parameters.
 
-    The counts have one integer for each row of an array (for each element of its first axis).
-    A parameter that cannot be trained, such as one of integers, has None.
+    The counts have one integer for each row of an array (for each element of its first axis). A
+    parameter that cannot be trained, such as an integer one, has None.
     """
 
     sum: Any
@@ -42,7 +42,7 @@ def init_accumulator(params: Any) -> GradientAccumulator:
 def append_row_counts(updates: Any) -> Any:
     """SparseRows with their rows as vectors, each with a last element: one, zero at padding.
 
-    They are in float32 at least, so that repeated rows are not rounded before they are summed.
+    They are at least float32, so that repeated rows are not rounded before they are summed.
     """
 
     def append(g):
@@ -54,13 +54,13 @@ def append_row_counts(updates: Any) -> Any:
 
 
 def divide_counted(sums: Any, number: Array, like: Any, by_row_counts: bool) -> Any:
-    """As ``divide_gradients``, of sums of :func:`append_row_counts`.
+    """``divide_gradients`` for sums of :func:`append_row_counts`.
 
     Args:
-        sums: of the gradients.
-        number: how many gradients were summed.
+        sums: the sums of the gradients.
+        number: the number of gradients in the sums.
         like: a tree of gradients, for the shapes and the dtypes.
-        by_row_counts: divide each row by its own count in the place of ``number``.
+        by_row_counts: divide each row by its own count instead of ``number``.
     """
 
     def plain(total, g):
@@ -88,15 +88,15 @@ def accumulate_sums(
     """Adds sums of :func:`append_row_counts` to the accumulator, and reads the totals.
 
     Args:
-        accumulator: what was accumulated before.
-        sums: of the accepted gradients.
+        accumulator: the accumulator before this call.
+        sums: the sums of the accepted gradients.
         like: a tree of gradients, for the shapes and the dtypes.
-        update: the update that the gradients are for, counted from 1.
-        accepted: how many gradients were summed.
-        most: how many gradients are accumulated at most.
+        update: the number of the update that uses the gradients, from 1.
+        accepted: the number of gradients in ``sums``.
+        most: the largest number of gradients in the accumulator.
 
     Returns:
-        The totals in the form of :func:`append_row_counts`, an array where the gradient is None;
+        The totals in the form of :func:`append_row_counts`, an array where the gradient is None,
         and the new accumulator.
     """
     boxes = Boxes(like)
@@ -126,7 +126,7 @@ def accumulate_sums(
 
 
 def have_come(accumulator: GradientAccumulator, update: Array) -> Any:
-    """For each parameter whether a gradient was accumulated for an update."""
+    """Whether a gradient of each parameter was accumulated for an update."""
     return jax.tree.map(lambda target: jnp.any(target == update), accumulator.target_update)
 
 

@@ -31,9 +31,9 @@ class Replicas:
     """The replicas along a named axis, seen from one of them.
 
     Attributes:
-        axis_name: of ``vmap``, ``pmap`` or a mesh; None for a single replica without any.
-        bucket_bytes: arrays up to this size are sent as one; None sends each by itself.
-        num_workers: the number of replicas, to be checked; None for any.
+        axis_name: an axis of ``vmap``, ``pmap`` or a mesh; None for a single replica.
+        bucket_bytes: arrays up to this size are sent together; None sends each separately.
+        num_workers: the expected number of replicas; None for any.
     """
 
     axis_name: AxisName = "replica"
@@ -52,7 +52,7 @@ class Replicas:
 
         Raises:
             NameError: if there is no such axis.
-            ValueError: if ``num_workers`` is another number.
+            ValueError: if the number is not ``num_workers``.
         """
         fix = (
             "call update inside vmap, shard_map or pmap with that axis "
@@ -89,7 +89,7 @@ class Replicas:
         return jnp.arange(self.size, dtype=jnp.int32)
 
     def sum(self, tree: Any) -> Any:
-        """The sum over all replicas: one message for each dtype, and for each large array."""
+        """The sum over all replicas: one message for each dtype and each large array."""
         if self.axis_name is None:
             return tree
         leaves, treedef = jax.tree.flatten(tree)
@@ -101,7 +101,7 @@ class Replicas:
         return treedef.unflatten(leaves)
 
     def sum_where(self, mask: Any, tree: Any) -> Any:
-        """The sum over the replicas where ``mask`` is true; the others may hold NaN."""
+        """The sum over the replicas where ``mask`` is true; others may have NaN."""
         return self.sum(zero_unless(mask, tree))
 
     def any(self, mask: Any) -> Array:
@@ -117,17 +117,17 @@ class Replicas:
         return gather_invarying(tree, self.axis_name)
 
     def exchange(self, tree: Any) -> Any:
-        """Of arrays with a part for each replica, the parts for this one, from all replicas."""
+        """The parts for this replica, from all replicas, of arrays with a part for each replica."""
         if self.axis_name is None:
             return tree
         swap = lambda a: lax.all_to_all(a, self.axis_name, 0, 0, tiled=True)
         return jax.tree.map(swap, tree)
 
     def sum_gradients(self, updates: Any, mask: Any, more: Any = ()) -> tuple[Any, Any]:
-        """The sum of the gradients of the replicas where ``mask`` is true; and that of ``more``.
+        """The sums of gradients and of ``more`` over the replicas where ``mask`` is true.
 
-        Rows are gathered as rows, in the order of the replicas; arrays are summed in float32 at
-        least.
+        Rows are gathered as rows, in the order of the replicas; arrays are summed in at least
+        float32.
         """
         gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
         dense = {i: upcast(jnp.asarray(g)) for i, g in enumerate(gs) if not is_sparse_or_none(g)}
@@ -138,7 +138,7 @@ class Replicas:
     def mean_gradients(self, updates: Any, mask: Any) -> tuple[Any, Array]:
         """The mean over the replicas where ``mask`` is true, and whether there are any.
 
-        Typed as what may differ.
+        The results have the type of values that vary between replicas.
         """
         sums, number = self.sum_gradients(updates, mask, jnp.asarray(mask, jnp.int32))
         mean = divide_gradients(sums, jnp.maximum(number, 1), updates)
@@ -158,16 +158,16 @@ class Replicas:
         return map_rows(spread, updates), self.vary(jnp.asarray(True))
 
     def gather_rows(self, g: SparseRows, mask: Any) -> SparseRows:
-        """The rows of the replicas where ``mask`` is true, and padding for those of the others."""
+        """The rows of the replicas where ``mask`` is true, and padding for the other replicas."""
         indices = jnp.where(mask, jnp.asarray(g.indices), g.num_rows)
         values = zero_unless(mask, upcast(g.values))
         indices, values = self.gather((indices, values))
         return g.with_rows(indices, values)
 
     def vary(self, tree: Any) -> Any:
-        """The same values, typed as what may differ between replicas.
+        """The same values, with the type of values that vary between replicas.
 
-        Only a ``shard_map`` with ``check_vma`` has such types; elsewhere this does nothing.
+        This has an effect only in a ``shard_map`` with ``check_vma``.
         """
         if not self._is_checked():
             return tree
@@ -179,16 +179,16 @@ class Replicas:
         return jax.tree.map(vary, tree)
 
     def vary_new(self, state: Any) -> Any:
-        """The new state of a replica as :meth:`vary` gives it; as it is outside of the axis."""
+        """The new state of a replica, cast by :meth:`vary`; unchanged outside the axis."""
         try:
             return self.vary(state)
         except NameError:
             return state
 
     def check_per_replica(self, updates: Any) -> None:
-        """Raises ``ValueError`` if a gradient is known to be the same on all replicas.
+        """Raises ``ValueError`` if a gradient is known to be equal on all replicas.
 
-        Then JAX has already summed it over them, because the parameters were replicated.
+        JAX has then already summed it over the replicas, because the parameters were replicated.
         """
         if not self._is_checked():
             return
@@ -206,13 +206,13 @@ class Replicas:
         for path, x in leaves_with_path(params):
             if axes := set(self._names) & varying(x):
                 raise ValueError(
-                    f"parameter '{path_name(path)}' may differ along {sorted(axes)}, but here all "
-                    "replicas share one copy: give it to shard_map with in_specs of "
-                    "PartitionSpec() (optzoo.replicas.map_over_replicas does)"
+                    f"parameter '{path_name(path)}' may differ along {sorted(axes)}, but this "
+                    "method shares one copy between all replicas: pass it to shard_map with "
+                    "in_specs of PartitionSpec() (optzoo.replicas.map_over_replicas does)"
                 )
 
     def buckets(self, leaves: list[Array]) -> list[list[int]]:
-        """The positions of leaves that are sent as one array: small ones of one dtype."""
+        """The positions of leaves that are sent as one array: small leaves of one dtype."""
         buckets, filling = list[list[int]](), dict[Any, list[int]]()
         for i, leaf in enumerate(leaves):
             if leaf.nbytes > (self.bucket_bytes or 0):
@@ -247,7 +247,7 @@ def divide_gradients(sums: Any, number: Any, like: Any) -> Any:
 
 
 def zero_unless(condition: Any, tree: Any) -> Any:
-    """The tree where ``condition`` is true, else zeros, whatever the tree holds (NaN, too)."""
+    """The tree where ``condition`` is true, otherwise zeros, even where the tree has NaN."""
     zero = lambda a: jnp.zeros([], jnp.result_type(a))
     return jax.tree.map(lambda a: jnp.where(condition, a, zero(a)), tree)
 
@@ -259,11 +259,11 @@ def all_finite(tree: Any) -> Array:
 
 
 def per_replica(tree: Any, axis_name: AxisName = "replica") -> Any:
-    """The same values as parameters of each replica: differentiate with respect to these.
+    """Marks parameters as varying between replicas, for gradients of each replica's own loss.
 
     Inside ``shard_map`` with ``check_vma``, ``jax.grad`` with respect to replicated parameters
     silently sums the gradients over the replicas. With respect to ``per_replica(params)`` each
-    replica gets the gradient of its own loss. Under ``vmap`` and ``pmap`` this does nothing.
+    replica obtains the gradient of its own loss. Under ``vmap`` and ``pmap`` this has no effect.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -274,7 +274,7 @@ def per_replica(tree: Any, axis_name: AxisName = "replica") -> Any:
 
     Args:
         tree: parameters, or other arrays.
-        axis_name: the axis, or axes, of the replicas; None for a single one.
+        axis_name: the axis, or axes, of the replicas; None for a single replica.
 
     Raises:
         NameError: if there is no such axis.
@@ -285,8 +285,8 @@ def per_replica(tree: Any, axis_name: AxisName = "replica") -> Any:
 def broadcast(tree: Any, axis_name: AxisName = "replica") -> Any:
     """Copies the arrays of replica 0 to all replicas, so that all start from the same values.
 
-    Call it inside the mapped function, before ``init``. It is the counterpart of the originals'
-    init ops, by which workers copied the chief's variables.
+    Call it inside the mapped function, before ``init``. It corresponds to TensorFlow's init ops
+    that copy the chief's variables to the workers.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo

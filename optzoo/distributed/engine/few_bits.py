@@ -1,8 +1,8 @@
-"""Sums over the replicas in few bits: what is sent are codes, and a scale for each block of them.
+"""Sums over the replicas in few bits: codes are sent, with a scale for each block.
 
-A sum of codes is no code, so the devices do not sum on the way. Each replica gets from all others
-the codes of its part, decodes and sums them, and sends the sum, in codes again, to all. Each
-element is sent twice, as in a ring of sums, whatever the number of replicas.
+Codes cannot be summed in transit. Each replica receives the codes of its part from all others,
+decodes and sums them, encodes the sum, and sends it to all. Each element is sent twice, as in a
+ring all-reduce, independently of the number of replicas.
 """
 
 import functools
@@ -25,7 +25,7 @@ _LEVELS_OF_TWO_BITS = 0.9957
 
 
 def encode(parts: Array, few: Few) -> Array:
-    """Numbers in float32 (parts, blocks, ``BLOCK``) as what is sent: a row for each part."""
+    """Encodes float32 numbers of shape (parts, blocks, ``BLOCK``): one row for each part."""
     if few == "bfloat16":
         # As integers: compilers send numbers of 16 bits in 32 where they cannot add them.
         return _rows(lax.bitcast_convert_type(parts.astype(jnp.bfloat16), jnp.uint16))
@@ -38,12 +38,12 @@ def encode(parts: Array, few: Few) -> Array:
         scales = jnp.max(jnp.abs(parts), axis=-1, keepdims=True) / most
         codes = jnp.clip(jnp.round(_divide(parts, scales)), -most, most) + most
     packed = _pack(codes.astype(jnp.uint8), _bits(few))
-    # One message: of several only one may travel beside other operations.
+    # One message: of several messages only one may overlap with other operations.
     return jnp.concatenate([_rows(packed), _rows(lax.bitcast_convert_type(scales, jnp.uint8))], 1)
 
 
 def decode(sent: Array, few: Few) -> Array:
-    """The numbers again."""
+    """The inverse of :func:`encode`, up to rounding."""
     if few == "bfloat16":
         numbers = lax.bitcast_convert_type(sent, jnp.bfloat16).astype(jnp.float32)
         return numbers.reshape(len(sent), -1, BLOCK)
@@ -57,10 +57,9 @@ def decode(sent: Array, few: Few) -> Array:
 
 
 def sum_in_few_bits(replicas: Replicas, tree: Any, few: Few) -> tuple[Any, Any]:
-    """The sum over all replicas, and what it lacks on each of them.
+    """The rounded sum over all replicas, and the rounding error of each replica.
 
-    The sum without rounding is the first result plus the sum of the second one. Computed in
-    float32.
+    The exact sum is the first result plus the sum of the errors. Computed in float32.
     """
     leaves, treedef = jax.tree.flatten(tree)
     sums, lost = list(leaves), list(leaves)
@@ -101,12 +100,12 @@ def _most(few: Few) -> int:
 
 
 def _divide(blocks: Array, scales: Array) -> Array:
-    """Zero for a block of zeros."""
+    """``x / scale``, and zero for a block of zeros."""
     return jnp.where(scales > 0, blocks / jnp.where(scales > 0, scales, 1), 0)
 
 
 def _pack(codes: Array, bits: int) -> Array:
-    """Several codes in each byte: one of each run of a block, so that lanes stay lanes."""
+    """Several codes in each byte, one from each run of a block, so that lanes are not permuted."""
     runs = jnp.split(codes, 8 // bits, axis=-1)
     return functools.reduce(jnp.bitwise_or, [run << (bits * i) for i, run in enumerate(runs)])
 

@@ -13,19 +13,19 @@ _identity = Primitive("forward_only")
 
 
 def forward_only(tree: Any) -> Any:
-    """The same arrays: ``jax.jvp`` goes through them, and ``jax.grad`` raises ``TypeError``.
+    """The same arrays; ``jax.jvp`` works, and ``jax.grad`` raises ``TypeError``.
 
-    It leaves no trace in compiled programs.
+    Compiled programs contain no operation for it.
     """
     return jax.tree.map(lambda a: _identity.bind(a) if has_derivative(a) else a, tree)
 
 
 def _refuse(*_: Any) -> NoReturn:
     raise TypeError(
-        "an exchange that the step count decides is a loop, through which there is no derivative "
-        "in reverse mode (jax.grad, jax.vjp, jax.linearize with a transpose). Pass exchange=True "
-        "or exchange=False to update, as optzoo.replicas.scan_local_steps does, or use forward "
-        "mode (jax.jvp, jax.jacfwd)"
+        "an exchange that depends on the step count is a loop, which has no reverse-mode "
+        "derivative (jax.grad, jax.vjp, jax.linearize with a transpose). Pass exchange=True or "
+        "exchange=False to update, as optzoo.replicas.scan_local_steps does, or use forward mode "
+        "(jax.jvp, jax.jacfwd)"
     )
 
 

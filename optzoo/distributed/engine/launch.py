@@ -1,4 +1,4 @@
-"""Runs the code of one replica on all replicas."""
+"""Maps the code of one replica over all replicas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def map_over_replicas(
     mesh: Mesh | None = None,
     check_vma: bool = True,
 ) -> Callable[..., Any]:
-    """Runs the train step of one replica on all replicas.
+    """Maps the train step of one replica over all replicas.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optzoo
@@ -45,8 +45,8 @@ def map_over_replicas(
          [-2.]]
 
     Args:
-        step: ``step(params, state, *batch) -> (params, state, *out)`` as one replica sees it; it
-            may use collectives over ``axis_name``, as the distributed wrappers do.
+        step: ``step(params, state, *batch) -> (params, state, *out)`` of one replica; it may use
+            collectives over ``axis_name``, as the distributed wrappers do.
         axis_name: the axis, or axes of the mesh, of the replicas.
         mesh: a mesh with one device for each replica, for ``jax.shard_map``; None for all
             replicas on one device, by ``jax.vmap`` (or on many devices, if the arrays are sharded
@@ -54,13 +54,13 @@ def map_over_replicas(
         check_vma: as for ``jax.shard_map``.
 
     Returns:
-        A function like ``step`` of parameters and state as :func:`optzoo.replicas.replicate` makes
-        them, and of batches and results with a first axis over the replicas. It is not compiled:
-        wrap it in ``jax.jit``, with ``donate_argnums=(0, 1)``.
+        A function like ``step``, for parameters and state made by
+        :func:`optzoo.replicas.replicate`, and for batches and results with a first axis over the
+        replicas. It is not compiled: wrap it in ``jax.jit``, with ``donate_argnums=(0, 1)``.
 
     Raises:
-        ValueError: if the mesh has no such axis; when called, if there is not one replica for each
-            device of the mesh.
+        ValueError: if the mesh has no such axis; when called, if the number of replicas is not the
+            number of devices of the mesh.
     """
     if mesh is not None:
         check_axes(mesh, axis_name, _AXIS)
@@ -96,7 +96,7 @@ def map_over_replicas(
 
 
 def _specs_of_vmapped(results: Any, params: Any, state: Any, batch: Any) -> Any:
-    """Parameters and state are divided as before, and what else there is as the replicas."""
+    """Specs of parameters and state as before, and of other arrays along the replicas."""
     del batch
     like = jax.tree.leaves([node.per_replica for node in _nodes(state)])
     first = PartitionSpec(*spec_of(like[0])[:1]) if like else PartitionSpec()
@@ -105,14 +105,14 @@ def _specs_of_vmapped(results: Any, params: Any, state: Any, batch: Any) -> Any:
 
 
 def scan_local_steps(step: Callable[..., Any], *, overlap_steps: int = 0) -> Callable[..., Any]:
-    """A round of local steps with one exchange at its end, as one function.
+    """Scans a round of local steps with one exchange at its end.
 
     A step with a conditional exchange makes row-sparse updates dense, and XLA cannot fuse
-    operations across the condition. A round has no condition: its local steps cost what those of
-    the inner optimizer cost. The step is compiled twice: as a local step, and as the last one.
+    operations across the condition. A round has no condition, so its local steps cost as much as
+    those of the inner optimizer. The step is compiled twice: as a local step, and as the last one.
 
-    With ``overlap_steps`` the exchange starts so many steps before the end of the round, and the
-    program has nothing between that waits for it: the compiler can send during these steps.
+    With ``overlap_steps`` the exchange starts that many steps before the end of the round, and the
+    steps until then do not depend on its result: communication can overlap with them.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -136,8 +136,8 @@ def scan_local_steps(step: Callable[..., Any], *, overlap_steps: int = 0) -> Cal
         ValueError: when called, if a round has too few steps for ``overlap_steps``.
 
     Returns:
-        ``round(params, state, *batches) -> (params, state, *outs)`` for one replica, where
-        batches and outs have a first axis over the steps of the round.
+        A function ``round(params, state, *batches) -> (params, state, *outs)`` for one replica,
+        where batches and outs have a first axis over the steps of the round.
     """
     overlap_steps = check_size(overlap_steps=overlap_steps)
 
@@ -146,7 +146,7 @@ def scan_local_steps(step: Callable[..., Any], *, overlap_steps: int = 0) -> Cal
         return (params, state), out
 
     def until(exchange, carry, batches):
-        """Local steps, the last of them with this exchange."""
+        """Local steps, the last one with this exchange."""
         local, last = (jax.tree.map(lambda a, at=at: a[at], batches) for at in (slice(-1), -1))
         carry, outs = lax.scan(body, carry, local)
         carry, out = body(carry, last, exchange=exchange)
@@ -181,9 +181,9 @@ def replicate(
     mesh: Mesh | None = None,
     axis_name: AxisName = "replica",
 ) -> tuple[Any, Any]:
-    """Parameters and state of all replicas, from those of one.
+    """Replicates parameters and state for all replicas.
 
-    Arrays that each replica has for itself get a first axis over the replicas.
+    Arrays that differ between replicas receive a first axis over the replicas.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -197,7 +197,7 @@ def replicate(
         params: the parameters.
         state: ``tx.init(params)``.
         num_replicas: the number of replicas.
-        mesh: the mesh to put them on; None for the default device.
+        mesh: the mesh on which to place them; None for the default device.
         axis_name: the axis, or axes, of the mesh.
 
     Raises:
@@ -221,11 +221,10 @@ def resize_replicas(
     mesh: Mesh | None = None,
     axis_name: AxisName = "replica",
 ) -> tuple[Any, Any]:
-    """Parameters and state for fewer or more replicas, to resume from a checkpoint.
+    """Changes the number of replicas of parameters and state, to resume from a checkpoint.
 
     The first replicas keep their parameters and their state. A new replica ``i`` starts from the
-    center, as a worker that joins; slots and counts of its inner optimizer are those of replica
-    ``i % old number``.
+    center, with the slots and counts of the inner optimizer of replica ``i % old number``.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -237,23 +236,23 @@ def resize_replicas(
 
     Args:
         tx: the optimizer for the new number of replicas.
-        params: of all replicas, as :func:`optzoo.replicas.replicate` makes them.
-        state: of all replicas.
+        params: the parameters of all replicas, as made by :func:`optzoo.replicas.replicate`.
+        state: the state of all replicas.
         num_replicas: the new number of replicas.
-        mesh: the mesh to put them on; None for the default device. With several processes all of
-            them must call this, with arrays on devices of all processes.
+        mesh: the mesh on which to place them; None for the default device. With several processes,
+            all must call this function, with arrays on devices of all processes.
         axis_name: the axis, or axes, of the mesh.
 
     Raises:
-        TypeError: if ``tx`` is no transformation.
-        StateError: if the state is of no replicas.
+        TypeError: if ``tx`` is not a transformation.
+        StateError: if the state was not made for replicas.
         ValueError: if the mesh has no such axis, or its size does not divide ``num_replicas``.
     """
     check_transformation(tx=tx)
     if not _nodes(state):
         raise StateError(
-            "state is of no replicas: give that of optzoo.replicas.replicate, after any number of "
-            "updates"
+            "state has no replicas: give a state made by optzoo.replicas.replicate, after any "
+            "number of updates"
         )
     _check_replicas(num_replicas, mesh, axis_name)
     resize = functools.partial(_resize, tx, num_replicas)
@@ -287,7 +286,7 @@ def _resize(tx, num_replicas, params, state):
         params = jax.tree.map(renew, params, center)
 
     def start(node, fresh):
-        """New replicas keep the inner state and the local step of another one."""
+        """New replicas receive the inner state and the local step of an old one."""
         if not _is_replicas(node):
             return node
         old = node.per_replica
@@ -301,7 +300,7 @@ def _resize(tx, num_replicas, params, state):
 
 
 def replica_specs(params: Any, state: Any, replicated: Any, per_replica: Any) -> tuple[Any, Any]:
-    """Marks for parameters and state: which arrays are replicated, and which are per replica.
+    """Marks the arrays of parameters and state as replicated or as per replica.
 
     With ``replicated=None, per_replica=0`` these are ``in_axes`` and ``out_axes`` of ``jax.vmap``
     and ``jax.pmap``, with ``PartitionSpec()`` and ``PartitionSpec("replica")`` the specs of
@@ -321,9 +320,9 @@ def replica_specs(params: Any, state: Any, replicated: Any, per_replica: Any) ->
 
     Args:
         params: the parameters.
-        state: the state of an optimizer, in which distributed wrappers may be anywhere.
+        state: the state of an optimizer that may contain distributed wrappers anywhere.
         replicated: the mark for arrays that all replicas share.
-        per_replica: the mark for arrays that each replica has for itself.
+        per_replica: the mark for arrays that differ between replicas.
 
     Returns:
         A mark for the parameters, and a tree of marks that is a prefix of the state.
@@ -336,14 +335,14 @@ def replica_specs(params: Any, state: Any, replicated: Any, per_replica: Any) ->
 
 
 def map_per_replica(f: Callable[[Array], Any], params: Any, state: Any) -> tuple[Any, Any]:
-    """``f`` of every array that each replica has for itself."""
+    """``f`` applied to every array that differs between replicas."""
     marks = replica_specs(params, state, False, True)
     change = lambda is_per_replica, tree: jax.tree.map(f, tree) if is_per_replica else tree
     return jax.tree.map(change, marks, (params, state))
 
 
 def _placed(f, params, state, mesh, axis_name):
-    """``f(params, state)``, of all replicas, on the devices of the mesh."""
+    """``f(params, state)`` for all replicas, on the devices of the mesh."""
     if mesh is None:
         return jax.jit(f)(params, state)
     at = functools.partial(NamedSharding, mesh)
@@ -364,7 +363,7 @@ def _nodes(state: Any) -> list[ReplicaState]:
 def _only_replica(block: Array) -> Array:
     if len(block) != 1:
         raise ValueError(
-            f"each device takes one replica, got {len(block)}: give map_over_replicas a mesh with "
-            "one device for each replica, or mesh=None"
+            f"each device must have one replica, got {len(block)}: give map_over_replicas a mesh "
+            "with one device for each replica, or mesh=None"
         )
     return block[0]

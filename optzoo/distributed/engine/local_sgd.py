@@ -28,32 +28,32 @@ Stage = Literal["start", "finish"]
 
 
 class LocalSGDMethod(NamedTuple):
-    """What one method of local SGD adds to the driver.
+    """One method of local SGD, as run by the driver.
 
     Attributes:
         exchanges: the exchanges of a period; most methods have one. Each is
-            ``exchange(participates, params, replicated, per_replica, **extra_args) ->
-            (params, replicated, per_replica)``, called on every replica. ``participates`` (a bool
-            array) is whether this replica takes part. The parameters are those after the local
-            step, in float32 at least, and None where there was no gradient.
-        period: the number of steps after which all repeats.
-        due: ``due(steps)`` gives for each of ``starts`` and ``exchanges``, in this order, whether
+            ``exchange(participates, params, replicated, per_replica, **extra_args) -> (params,
+            replicated, per_replica)``, called on every replica. ``participates`` (a bool array) is
+            whether this replica takes part. The parameters are those after the local step, in at
+            least float32, and None where there was no gradient.
+        period: the number of steps after which the schedule repeats.
+        due: ``due(steps)`` returns for each of ``starts`` and ``exchanges``, in this order, whether
             it is due after that many steps; None for one exchange at the end of each period.
         init: ``init(center) -> (replicated, per_replica)``: the named tuples of the method.
         before_step: ``before_step(updates, params, per_replica, count=, exchange=, arrived=) ->
             (updates, per_replica, makes_step)``, called before the inner optimizer; ``arrived`` is
-            false for an inactive replica. ``makes_step`` is a mask, as ``active`` is, or None.
+            false for an inactive replica. ``makes_step`` is a mask, like ``active``, or None.
         lockstep: whether ``due`` counts ticks, so that all replicas exchange in the same tick,
-            inactive ones included, and ``arrived`` masks their parameters. If not, ``due`` counts
-            the steps of each replica, and a replica that is not active takes no part.
-        starts: what begins each of the exchanges some steps before, in the same form; empty where
-            an exchange needs no time. Of both together, only a start communicates.
+            including inactive ones, and ``arrived`` masks their parameters. If not, ``due`` counts
+            the steps of each replica, and an inactive replica does not take part.
+        starts: functions that begin each of the exchanges some steps earlier, in the same form;
+            empty without overlap. Only a start communicates, not its exchange.
         order: whether all replicas exchange at once, or one after the other by rank.
-        weighted: whether its exchanges take ``weight``, that of this replica in a mean.
-        skip_nonfinite: whether a local step that gives NaN or infinity is left out. If it is that
-            of an exchange, the replica does not take part, and starts again from the center.
-        on_host: whether the center, and what the method has replicated, are in the memory of the
-            host; an exchange moves them to the devices and back. The rule sees them there.
+        weighted: whether its exchanges take ``weight``, the weight of this replica in a mean.
+        skip_nonfinite: whether local steps that give NaN or infinity are skipped. If a skipped step
+            includes an exchange, the replica does not take part and restarts from the center.
+        on_host: whether the center and the replicated state of the method are in host memory; an
+            exchange moves them to the devices and back. The rule receives them on the devices.
     """
 
     exchanges: Sequence[Callable[..., tuple[Any, LocalSGDReplicated, LocalSGDPerReplica]]]
@@ -74,13 +74,13 @@ def local_sgd(
 ) -> optax.GradientTransformationExtraArgs:
     """A local step of ``inner`` on every replica, and the exchanges of ``method`` when due.
 
-    A tick on which no replica is due communicates nothing. Only where replicas count their own
-    steps and one of them was inactive before, one integer is summed to find out whether any is.
+    A tick without an exchange communicates nothing, except that one integer is summed if replicas
+    count their own steps and one was inactive before.
 
     Args:
         inner: the optimizer of the local steps.
-        replicas: those that exchange.
-        method: what they exchange, and when.
+        replicas: the replicas.
+        method: the exchanges and their schedule.
 
     Raises:
         ValueError: if the order of the method is unknown.
@@ -94,7 +94,7 @@ def local_sgd(
     return Optimizer(driver.init, driver.update, about)
 
 
-# What an exchange may change: the updates, and both parts of the state.
+# The values that an exchange may change: the updates, and both parts of the state.
 _Carry = tuple[Any, LocalSGDReplicated, LocalSGDPerReplica]
 
 
@@ -117,7 +117,7 @@ class _Driver:
         return LocalSGDState(replicated, self.replicas.vary_new(per_replica))
 
     def _put(self, space: jax.memory.Space, replicated: LocalSGDReplicated) -> LocalSGDReplicated:
-        """What may be on the host, in this memory."""
+        """Moves the state that may be on the host to this memory."""
         if not self.method.on_host:
             return replicated
         put = lambda a: jax.device_put(a, space) if jnp.ndim(a) else a
@@ -140,7 +140,8 @@ class _Driver:
         check_params(params)
         if weight is not None and not self.method.weighted:
             raise ValueError(
-                f"weight={weight!r} is for methods with a weighted mean, such as optzoo.diloco"
+                f"weight={weight!r} needs a method with a weighted mean, such as optzoo.diloco: "
+                "leave weight out"
             )
         refuse_deferred(state, "an exchange of parameters")
         check_gradients(updates, params)
@@ -151,7 +152,7 @@ class _Driver:
 
         before = per_replica
         if self.method.before_step is not None:
-            # A replica that makes no step has no gradient.
+            # A replica without a step has no gradient.
             gives = arrived if active is None else jnp.logical_and(arrived, active)
             now = {"count": replicated.count, "exchange": exchange, "arrived": gives}
             before_step = self.method.before_step
@@ -197,7 +198,7 @@ class _Driver:
     def _timetable(
         self, mask: Array, replicated: LocalSGDReplicated, per_replica: LocalSGDPerReplica
     ) -> list[tuple[Array, Array]]:
-        """For each exchange: whether this replica takes part, and whether any replica does."""
+        """For each exchange, whether this replica takes part, and whether any replica does."""
         all_due = self._due(replicated.count)
         if self.method.lockstep:
             return [(mask, due) for due in all_due]
@@ -222,7 +223,7 @@ class _Driver:
             check_choice(Stage, exchange=exchange)
             if not starts:
                 raise ValueError(
-                    f"exchange={exchange!r} is for an exchange that overlaps local steps: make the "
+                    f"exchange={exchange!r} needs an exchange that overlaps local steps: make the "
                     "optimizer with overlap_steps of at least 1, or pass exchange=True"
                 )
             starts, exchanges = (starts, ()) if exchange == "start" else ((), exchanges)
@@ -242,10 +243,10 @@ class _Driver:
         exchanges: Sequence[Callable[..., Any]],
         carry: _Carry,
     ) -> _Carry:
-        """The updates and the state after some exchanges, one after the other."""
+        """The updates and the state after several exchanges, one after the other."""
         updates, replicated, per_replica = carry
         replicated = self._put(jax.memory.Space.Device, replicated)
-        # A parameter of integers takes no part, and is None.
+        # Integer parameters do not take part, and are None.
         start = map_not_none(lambda u, x: upcast(x), updates, params)
         # Gradients may be wider than parameters; what an exchange carries keeps its dtype.
         add = lambda x, u: x + u.astype(x.dtype)
@@ -267,7 +268,7 @@ class _Driver:
     def _fresh(
         self, is_broken: Array, params: Any, center: Any, per_replica: LocalSGDPerReplica
     ) -> LocalSGDPerReplica:
-        """The state of this replica; if it is broken, with new slots for the center."""
+        """The state of this replica; if it is not finite, with new slots for the center."""
         choose = lambda old, new: jnp.where(is_broken, new.astype(old.dtype), old)
         of_slots = lambda old, new, is_slot: choose(old, new) if is_slot else old
         start = jax.tree.map(lambda x, c: c.astype(x.dtype), params, center)
@@ -293,14 +294,14 @@ class _Driver:
 
 
 def _of_all_rows(u: Any, x: Any) -> Any:
-    """An update as an array; None of a parameter that cannot be trained."""
+    """An update as an array; None for a parameter that cannot be trained."""
     if u is None and x is not None and is_trainable(x):
         return jnp.zeros_like(x)
     return u.to_dense(x) if is_rows(u) else u
 
 
 def _is_sound(params: Any, updates: Any, method: Any) -> Array:
-    """Whether the parameters after a local step, and what the method keeps, are finite."""
+    """Whether the parameters after a local step, and the state of the method, are finite."""
 
     def after(x, u):
         return None if u is None else u.values if is_rows(u) else (x + u).astype(x.dtype)
@@ -309,10 +310,10 @@ def _is_sound(params: Any, updates: Any, method: Any) -> Array:
 
 
 def _change_if(due: Array, change: Callable[[Any], Any], carry: Any) -> Any:
-    """``change(carry)`` if it is due, else ``carry``, in place.
+    """``change(carry)`` if it is due, otherwise ``carry``, in place.
 
-    A loop of one turn or none. XLA updates what a loop carries in place, while ``lax.cond``
-    copies all that it returns, changed or not. A loop has no derivative in reverse mode.
+    A loop with one iteration or none: XLA updates the carry of a loop in place, while ``lax.cond``
+    copies all its results. A loop has no reverse-mode derivative.
     """
     turn = lambda state: (jnp.zeros_like(state[0]), change(state[1]))
     after = lax.while_loop(lambda state: state[0], turn, (jnp.asarray(due), carry))[1]

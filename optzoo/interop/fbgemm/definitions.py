@@ -1,4 +1,4 @@
-"""FBGEMM's enums, as members or strings, and its definitions, as objects or mappings."""
+"""FBGEMM's enums, given as members or strings, and definitions, given as objects or mappings."""
 
 import difflib
 import enum
@@ -58,7 +58,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 
 def member(argument: str, value: Any, known: Iterable[str]) -> str:
-    """The name of an enum's member, given as that or as a member.
+    """The name of an enum's member, given as a name or as a member.
 
     Raises:
         TypeError: if the value is neither.
@@ -66,7 +66,9 @@ def member(argument: str, value: Any, known: Iterable[str]) -> str:
     """
     name = value.name if isinstance(value, enum.Enum) else value
     if not isinstance(name, str):
-        raise TypeError(f"{argument} must be the name of a mode or a member of an enum: {value!r}")
+        raise TypeError(
+            f"{argument} must be the name of a mode or a member of an enum, got {value!r}"
+        )
     short = name.rpartition(".")[2].upper()
     if short not in known:
         raise ValueError(f"{argument} must be one of {', '.join(known)}, got {value!r}")
@@ -74,10 +76,10 @@ def member(argument: str, value: Any, known: Iterable[str]) -> str:
 
 
 def definition(argument: str, value: Any) -> dict[str, Any]:
-    """The fields of one of FBGEMM's definitions, given as an object or a mapping; None is default.
+    """The fields of an FBGEMM definition, given as an object or a mapping; None for defaults.
 
     Raises:
-        TypeError: if it has other fields, or is neither.
+        TypeError: if it has unknown fields, or is neither.
     """
     fields = _FIELDS[argument]
     value = {} if value is None else value
@@ -88,5 +90,7 @@ def definition(argument: str, value: Any) -> dict[str, Any]:
         if field not in fields:
             near = difflib.get_close_matches(str(field), fields, n=1)
             meant = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{argument} has no field {field!r}{meant}; it has {', '.join(fields)}")
+            raise TypeError(
+                f"{argument} has no field {field!r}{meant}; its fields are {', '.join(fields)}"
+            )
     return {**fields, **given}

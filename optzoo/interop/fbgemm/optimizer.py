@@ -1,4 +1,4 @@
-"""FBGEMM's optimizers, by its names and arguments."""
+"""FBGEMM's optimizers, by their original names and arguments."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def fbgemm_optimizer(
 
     :func:`optzoo.create` calls it: ``create("EXACT_ROWWISE_ADAGRAD", learning_rate=0.1)``.
 
-    The parameters are tables. Slots are float32 for 16-bit tables, too, and the row-wise optimizers
-    round a new row of such a table once; the others round their update first, as the original does.
-    The learning rate is rounded to float32, other arguments are not.
+    The parameters are tables. Slots of 16-bit tables are float32. The row-wise optimizers round a
+    new row of such a table once; the others first round the update, as the original does. Only the
+    learning rate is rounded to float32.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -89,39 +89,39 @@ def fbgemm_optimizer(
         (3,)
 
     Args:
-        optimizer: a member of ``EmbOptimType``, or its name; or ``"rowwise_rmsprop_ar"``, which has
-            an operator only.
+        optimizer: a member of ``EmbOptimType``, or its name; or ``"rowwise_rmsprop_ar"``, for which
+            FBGEMM has only an operator.
         learning_rate: a number or a schedule.
-        eps: outside of the root.
-        momentum: of ``LARS_SGD``.
-        weight_decay: the decay.
+        eps: added outside the root.
+        momentum: the momentum of ``LARS_SGD``.
+        weight_decay: the weight decay.
         weight_decay_mode: a member of ``WeightDecayMode``, or its name.
         eta: the trust coefficient of ``LARS_SGD``.
-        beta1: of ``ADAM``, ``LAMB`` and their row-wise variants.
-        beta2: of the same.
-        max_norm: the largest norm of a row after an update of row-wise Adagrad; 0 for none.
+        beta1: decay of the mean in ``ADAM``, ``LAMB`` and their row-wise variants.
+        beta2: decay of the squared mean in the same optimizers.
+        max_norm: the largest norm of a row after an update of row-wise Adagrad; 0 for no bound.
         gradient_clipping: whether each element of a gradient is clipped before rows that share an
-            id are summed. That is the gradient of a bag's sum, if bags are sums without weights.
-        max_gradient: the bound of that.
-        stochastic_rounding: True is ignored with a warning: tables are rounded to the nearest.
+            id are summed. For bags that are sums without weights, these are gradients of the sums.
+        max_gradient: the bound of ``gradient_clipping``.
+        stochastic_rounding: True is ignored with a warning: tables are rounded to nearest.
         counter_based_regularization: ``CounterBasedRegularizationDefinition``, or a mapping.
         cowclip_regularization: ``CowClipDefinition``, or a mapping.
         global_weight_decay: ``GlobalWeightDecayDefinition``, or a mapping.
         emainplace_mode: ``EmainplaceModeDefinition``, or a mapping.
         ensemble_mode: ``EnsembleModeDefinition``, or a mapping.
-        extra_optimizer_config: ``UserEnabledConfigDefinition``, or a mapping; of ``ADAM``.
-        ar_alpha: the decay of ``rowwise_rmsprop_ar``.
+        extra_optimizer_config: ``UserEnabledConfigDefinition``, or a mapping; for ``ADAM``.
+        ar_alpha: the weight decay of ``rowwise_rmsprop_ar``.
         ema_beta: the decay of its mean square.
-        min_shrinkage: its least factor of a row.
+        min_shrinkage: its smallest factor of a row.
 
     Raises:
         TypeError: if an argument is of another type, or a definition has an unknown field.
-        ValueError: if the name is unknown, or the original refuses the optimizer or the combination
-            of arguments; if a value is out of its range.
+        ValueError: if the name is unknown, if the original refuses the optimizer or the combination
+            of arguments, or if a value is out of its range.
 
     Warns:
-        UserWarning: for each argument that has no effect, with the reason, and where the original
-            does what is hardly wanted: a negative decay, rows that never move.
+        UserWarning: for each argument that has no effect, with the reason, and for arguments whose
+            effect is rarely intended: a negative decay, rows that never move.
 
     References:
         ``SplitTableBatchedEmbeddingBagsCodegen`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_
@@ -141,7 +141,7 @@ def fbgemm_optimizer(
     _check_extra(name, extra_optimizer_config)
     _warn_about_ignored(name, kind.reads, given)
     if stochastic_rounding:
-        warn("stochastic_rounding does nothing here: tables of 16 bits are rounded to the nearest")
+        warn("stochastic_rounding has no effect: 16-bit tables are rounded to nearest")
     bound = max_gradient if gradient_clipping else None
     return _of_tables(kind.build(given), bound, rounds_once=kind.rounds_once)
 
@@ -170,7 +170,7 @@ class _Given(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """An optimizer: how it is made, and the arguments that it reads."""
+    """An optimizer: its factory, and the arguments that it reads."""
 
     build: Callable[[_Given], Transformation]
     reads: frozenset[str]
@@ -181,7 +181,7 @@ def _row_wise_adagrad(given: _Given) -> Transformation:
     mode = _decay_mode(given)
     if mode in ("COUNTER", "COWCLIP"):
         if not _is_zero(given.max_norm):
-            warn(f"max_norm={given.max_norm!r} does nothing with weight_decay_mode={mode!r}")
+            warn(f"max_norm={given.max_norm!r} has no effect with weight_decay_mode={mode!r}")
         return _counter(given) if mode == "COUNTER" else _cowclip(given)
     if mode == "DECOUPLE_GLOBAL":
         about = definition("global_weight_decay", given.global_weight_decay)
@@ -195,7 +195,7 @@ def _row_wise_adagrad(given: _Given) -> Transformation:
     else:
         decay = given.weight_decay
         if mode == "NONE" and decay:
-            warn(f"weight_decay={decay!r} does nothing with weight_decay_mode='NONE'")
+            warn(f"weight_decay={decay!r} has no effect with weight_decay_mode='NONE'")
             decay = 0.0
         kind = "l2_weight_decay" if mode == "L2" else "weight_decay"
         tx = row_wise_adagrad(given.learning_rate, given.eps, **{kind: decay})
@@ -206,7 +206,7 @@ def _counter(given: _Given) -> Transformation:
     about = definition("counter_based_regularization", given.counter_based_regularization)
     tail = definition("tail_id_threshold", about["tail_id_threshold"])
     if _mode(about, "grad_sum_decay", ("NO_DECAY", "CTR_DECAY")) != "NO_DECAY":
-        warn("grad_sum_decay does nothing: no code of FBGEMM reads it")
+        warn("grad_sum_decay has no effect: FBGEMM does not read it")
     every = _whole(about, "max_counter_update_freq")
     return counter_row_wise_adagrad(
         given.learning_rate,
@@ -227,7 +227,7 @@ def _cowclip(given: _Given) -> Transformation:
     about = definition("cowclip_regularization", given.cowclip_regularization)
     decay = _mode(about, "counter_weight_decay_mode", COUNTER_DECAY_MODES)
     if decay == "ADAGRADW":
-        warn("COWCLIP with ADAGRADW decays nothing, as in FBGEMM: take L2 or DECOUPLE")
+        warn("COWCLIP with ADAGRADW has no decay, as in FBGEMM: use L2 or DECOUPLE")
         decay = "NONE"
     if _is_zero(about["weight_norm_coefficient"]) and _is_zero(about["lower_bound"]):
         warn(
@@ -246,7 +246,7 @@ def _cowclip(given: _Given) -> Transformation:
 
 
 def _averaged(given: _Given) -> Transformation:
-    """Row-wise Adagrad inside of an average, where FBGEMM has the simple modes only."""
+    """Row-wise Adagrad inside an average, for which FBGEMM has only the simple modes."""
     if (mode := _decay_mode(given)) not in ("NONE", "L2", "DECOUPLE"):
         raise ValueError(f"weight_decay_mode={mode!r} needs the optimizer EXACT_ROWWISE_ADAGRAD")
     return _row_wise_adagrad(given)
@@ -290,7 +290,7 @@ def _adam_arguments(given: _Given) -> tuple[Any, float, float, float]:
     return given.learning_rate, given.beta1, given.beta2, given.eps
 
 
-# What each optimizer reads, or `fbgemm_optimizer` itself.
+# The arguments that each optimizer, or `fbgemm_optimizer` itself, reads.
 _OF_ALL = frozenset(
     {
         *("optimizer", "learning_rate", "gradient_clipping", "max_gradient"),
@@ -336,15 +336,15 @@ _KINDS = {
 }
 # Members of EmbOptimType that FBGEMM refuses for tables, or that make no update.
 _REFUSED = {
-    "SGD": "FBGEMM calls it deprecated: take EXACT_SGD",
-    "ROWWISE_ADAGRAD": "FBGEMM calls it deprecated: take EXACT_ROWWISE_ADAGRAD",
-    "EXACT_ROWWISE_WEIGHTED_ADAGRAD": "FBGEMM calls it deprecated: take EXACT_ROWWISE_ADAGRAD",
-    "MADGRAD": "FBGEMM has no code of it for tables",
-    "SHAMPOO": "FBGEMM has no code of it for tables: optzoo.blocked_shampoo",
-    "SHAMPOO_V2": "FBGEMM has no code of it for tables: optzoo.blocked_shampoo",
-    "NONE": "it makes no update: optax.set_to_zero",
+    "SGD": "it is deprecated in FBGEMM: use EXACT_SGD",
+    "ROWWISE_ADAGRAD": "it is deprecated in FBGEMM: use EXACT_ROWWISE_ADAGRAD",
+    "EXACT_ROWWISE_WEIGHTED_ADAGRAD": "it is deprecated in FBGEMM: use EXACT_ROWWISE_ADAGRAD",
+    "MADGRAD": "FBGEMM does not implement it for tables",
+    "SHAMPOO": "FBGEMM does not implement it for tables: use optzoo.blocked_shampoo",
+    "SHAMPOO_V2": "FBGEMM does not implement it for tables: use optzoo.blocked_shampoo",
+    "NONE": "it makes no update: use optax.set_to_zero",
 }
-# Names that mean the same in `create` without `EmbOptimType`: no other optimizer has them.
+# Names that are unique, and valid in `create` without `EmbOptimType`.
 _UNAMBIGUOUS = (
     "EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD", "EMAINPLACE_ROWWISE_ADAGRAD",
     "ENSEMBLE_ROWWISE_ADAGRAD", "LARS_SGD", "ROWWISE_RMSPROP_AR",
@@ -352,9 +352,9 @@ _UNAMBIGUOUS = (
 
 
 def _name(optimizer: Any) -> str:
-    """The name of an optimizer; raises ``ValueError`` with the reason for those that are refused.
+    """The name of an optimizer; raises ``ValueError`` with the reason for unsupported ones.
 
-    The values of the members, such as ``exact_row_wise_adagrad``, are names, too.
+    The values of the members, such as ``exact_row_wise_adagrad``, are also names.
     """
     plain = lambda name: name.rpartition(".")[2].replace("_", "").upper()
     known = {plain(name): name for name in (*_KINDS, *_REFUSED)}
@@ -368,7 +368,7 @@ def _name(optimizer: Any) -> str:
 
 
 def _decay_mode(given: _Given) -> str:
-    """The mode of the decay; raises ``ValueError`` unless its definition is given, and no other."""
+    """The mode of the decay; raises ``ValueError`` unless exactly its definition is given."""
     mode = member("weight_decay_mode", given.weight_decay_mode, DECAY_MODES)
     definitions = {
         "COUNTER": "counter_based_regularization",
@@ -378,13 +378,13 @@ def _decay_mode(given: _Given) -> str:
     for name, argument in definitions.items():
         if (mode == name) != (getattr(given, argument) is not None):
             raise ValueError(
-                f"weight_decay_mode={name!r} and {argument} belong together: give both or neither"
+                f"weight_decay_mode={name!r} needs {argument}, and vice versa: give both or neither"
             )
     return mode
 
 
 def _check_extra(name: str, config: Any) -> None:
-    """Raises ``ValueError`` for what FBGEMM has with another optimizer alone, or is not of one."""
+    """Raises ``ValueError`` for fields of another optimizer, or not of an optimizer."""
     about = definition("extra_optimizer_config", config)
     for field, value in about.items():
         if value and field != "use_rowwise_bias_correction":
@@ -397,7 +397,7 @@ def _check_extra(name: str, config: Any) -> None:
 
 
 def _warn_about_ignored(name: str, reads: frozenset[str], given: _Given) -> None:
-    """Warns of arguments other than their defaults that an optimizer does not read."""
+    """Warns of arguments that are not defaults and that an optimizer does not read."""
     for argument, parameter in inspect.signature(fbgemm_optimizer).parameters.items():
         if argument in reads | _OF_ALL:
             continue
@@ -405,7 +405,7 @@ def _warn_about_ignored(name: str, reads: frozenset[str], given: _Given) -> None
         if argument == "weight_decay_mode":
             value = member(argument, value, DECAY_MODES)
         if not (value is default or (np.ndim(value) == 0 and value == default)):
-            warn(f"{name} ignores {argument}={value!r}, here and in FBGEMM")
+            warn(f"{name} ignores {argument}={value!r}, as in FBGEMM")
 
 
 def _is_zero(value: Any) -> bool:
@@ -419,7 +419,7 @@ def _mode(about: Mapping[str, Any], field: str, known: Iterable[str]) -> str:
 
 
 def _whole(about: Mapping[str, Any], field: str) -> int:
-    """A field that is a number of updates; FBGEMM's classes have floats for some."""
+    """A field that is a number of updates, for which FBGEMM's classes may have a float."""
     value = about[field]
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
         raise TypeError(f"{field} must be a whole number, got {value!r}")
@@ -427,12 +427,12 @@ def _whole(about: Mapping[str, Any], field: str) -> int:
 
 
 def _start(about: Mapping[str, Any], field: str) -> int:
-    """A field that is the first update of something; -1 is the first of all."""
+    """A field that is the number of a first update; -1 for the first update of the run."""
     return max(0, _whole(about, field))
 
 
 def _in_float32(rate: Any) -> Any:
-    """The rate as FBGEMM keeps it."""
+    """The rate, rounded to float32 as in FBGEMM."""
     if callable(rate):
         return lambda step: jnp.asarray(rate(step), jnp.float32)
     return float(np.float32(rate)) if isinstance(rate, float) else rate
@@ -457,14 +457,14 @@ def _of_tables(tx: Transformation, bound: Any, rounds_once: bool) -> Transformat
 
 
 def _merged(updates: Any, params: Any) -> Any:
-    """The gradients with rows of 16-bit tables merged; of all, where no parameters are given."""
+    """The gradients with merged rows of 16-bit tables, or of all if no parameters are given."""
     if params is None:
         return map_rows(SparseRows.coalesce, updates)
     return _on_16_bits(lambda g, x: g.coalesce(), updates, params)
 
 
 def _on_16_bits(f: Callable[[SparseRows, Any], SparseRows], updates: Any, params: Any) -> Any:
-    """``f`` of the rows of each table in 16 bits and the table."""
+    """``f`` applied to the rows of each 16-bit table and the table."""
     of_each = lambda u, x: f(u, x) if is_rows(u) and wide_dtype(x) != x.dtype else u
     return jax.tree.map(of_each, updates, params, is_leaf=is_sparse_or_none)
 

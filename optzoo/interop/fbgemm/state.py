@@ -1,4 +1,4 @@
-"""States of FBGEMM's split tables, read and written by name."""
+"""Reads and writes states of FBGEMM's split tables by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Tables = Mapping[str, str] | Callable[[str], str] | None
 
 _COUNTED = {"prev_iter": "prev_iter", "row_counter": "row_counter"}
 _MEANS = {"m": "momentum1", "v": "momentum2"}
-# What FBGEMM calls each slot of an optimizer.
+# FBGEMM's names of the slots of each optimizer.
 _NAMES: dict[type, dict[str, str]] = {
     AdagradSlots: {"accumulator": "momentum1"},
     AdamSlots: _MEANS,
@@ -87,24 +87,25 @@ def load_fbgemm_state(
         [4. 4. 4.]
 
     Args:
-        tx: an optimizer of :func:`optzoo.interop.fbgemm.fbgemm_optimizer`, or the same made by its
-            function, alone or in optax's chains and masks and :func:`optzoo.param_groups`.
+        tx: an optimizer of :func:`optzoo.interop.fbgemm.fbgemm_optimizer`, or the equivalent
+            optimizer of this library, alone or in optax's chains and masks and
+            :func:`optzoo.param_groups`.
         params: the tables, or their shapes and dtypes (``jax.ShapeDtypeStruct``).
-        state_dict: a mapping as above, or the path of an ``.npz`` file. A name is that of a table
-            and that of the array, joined by ``/`` or ``.``, or a mapping of mappings. The names of
-            ``get_optimizer_state`` are known, too: ``sum``, ``exp_avg``, ``exp_avg_sq``,
-            ``momentum_buffer``, ``sparse_ema``. If no table has ``weights``, the tables are those
-            given.
-        tables: FBGEMM's names of the tables by the paths of the parameters, or a function from one
-            to the other; None if they are the same.
+        state_dict: a mapping as above, or the path of an ``.npz`` file. A key is the name of a
+            table and that of the array, joined by ``/`` or ``.``; mappings may be nested. The names
+            of ``get_optimizer_state`` are also accepted: ``sum``, ``exp_avg``, ``exp_avg_sq``,
+            ``momentum_buffer``, ``sparse_ema``. If no table has ``weights``, ``params`` must be the
+            tables.
+        tables: FBGEMM's names of the tables by the paths of the parameters, a mapping or a
+            function; None if they are equal.
 
     Returns:
         The tables and the state of ``tx``, from which training resumes.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if anything is missing, left over or of another shape: the message lists all of
-            it, nothing is loaded.
+        ValueError: if anything is missing, left over or of another shape: the message lists all
+            problems, and nothing is loaded.
     """
     check_transformation(tx=tx)
     given = _flat(_read(state_dict))
@@ -174,7 +175,7 @@ def save_fbgemm_state(
         ['items/momentum1', 'items/weights', 'iter']
 
     Args:
-        path: ends in ``.npz``.
+        path: a path that ends in ``.npz``.
         params: the tables.
         state: the state of their optimizer.
         tables: as for :func:`load_fbgemm_state`.
@@ -189,7 +190,7 @@ def save_fbgemm_state(
 
 
 def fbgemm_state_dict(params: Any, state: Any, tables: Tables = None) -> dict[str, np.ndarray]:
-    """The state of FBGEMM's split tables from which a training there continues.
+    """The state of FBGEMM's split tables, to continue training in FBGEMM.
 
     .. code-block:: python
 
@@ -214,11 +215,11 @@ def fbgemm_state_dict(params: Any, state: Any, tables: Tables = None) -> dict[st
 
     Returns:
         ``weights`` and the slots of each table, such as ``"table/momentum1"``, and ``iter``, with
-        ``max_counter`` where the optimizer has one.
+        ``max_counter`` if the optimizer has it.
 
     Raises:
-        ValueError: if the state is not that of an optimizer that FBGEMM has, or if its parts
-            counted different numbers of updates.
+        ValueError: if FBGEMM does not have the optimizer of the state, or if its parts counted
+            different numbers of updates.
     """
     params, state = from_lines((params, unpack_state(state)))
     name_of = _names_of(tables)
@@ -235,7 +236,7 @@ def fbgemm_state_dict(params: Any, state: Any, tables: Tables = None) -> dict[st
 
 
 def _trees(state: Any) -> Iterator[tuple[str, Any]]:
-    """FBGEMM's name of each slot, and the tree of it."""
+    """FBGEMM's name of each slot, and its tree."""
     for node in nodes_of(LeafwiseState, state):
         for ours, theirs in _slot_names(node).items():
             yield theirs, getattr(node.slots, ours)

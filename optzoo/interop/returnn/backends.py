@@ -1,7 +1,7 @@
-"""What a config means in each of RETURNN's backends: the table ``BACKENDS``.
+"""The meaning of a config in each of RETURNN's backends: the table ``BACKENDS``.
 
-RETURNN's TensorFlow updater has optimizers of its own and of TensorFlow. Its updaters for torch and
-JAX have those of torch and optax, whose updates are multiplied by the rate, with all decays.
+RETURNN's TensorFlow updater has its own optimizers and TensorFlow's. Its updaters for torch and JAX
+have those of torch and optax, whose updates, including all decays, are multiplied by the rate.
 """
 
 import inspect
@@ -22,12 +22,12 @@ from .keys import hint
 from .torch_adams import scale_by_torch_nadam, scale_by_torch_radam
 from .values import flag, not_negative, number, whole
 
-# What of the default optimizer's dict says which parameters decay, beside biases.
+# Keys of the default optimizer's dict that select the parameters that decay, besides biases.
 BLACKLIST, DECAY_CHECK = "weight_decay_modules_blacklist", "weight_decay_custom_include_check"
 
 
 class Backend(NamedTuple):
-    """What the updater of one backend of RETURNN does in its own way."""
+    """The specific behaviour of the updater of one RETURNN backend."""
 
     name: str
     # The options with the dict of the default optimizer; a dict with what RETURNN adds to it.
@@ -42,7 +42,7 @@ class Backend(NamedTuple):
     norm_epsilon: float = 0.0  # what is added to the norm to clip by
 
     def ignored(self, config: Mapping[str, Any]) -> Mapping[str, str] | None:
-        """Options of TensorFlow's that it ignores, and what to do instead; None for that itself."""
+        """TensorFlow options that it ignores, with the alternatives; None for TensorFlow."""
         if not self.optimizers:
             return None
         optimizer = config.get("optimizer")
@@ -62,7 +62,7 @@ class Backend(NamedTuple):
         return _times_rate(make(1.0, **options), rate)
 
     def written(self, config: Mapping[str, Any]) -> str:
-        """A completed dict, for the log."""
+        """The completed dict as a string, for the log."""
         if config["class"] not in self.optimizers:
             return f"optzoo.create({config})"
         options = {key: value for key, value in config.items() if key != "class"}
@@ -71,7 +71,7 @@ class Backend(NamedTuple):
 
 
 def backend_of(config: Mapping[str, Any], default: str) -> Backend:
-    """The backend that a config names, as RETURNN reads it; ``default`` if it names none.
+    """The backend that a config names, read as RETURNN does; ``default`` if there is none.
 
     Raises:
         ValueError: if RETURNN has no backend of this name.
@@ -85,15 +85,15 @@ def backend_of(config: Mapping[str, Any], default: str) -> Backend:
 def _times_rate(
     tx: optax.GradientTransformation, rate: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """The updates of an optimizer of rate 1, times a rate or the one that ``update`` gets."""
+    """The updates of an optimizer with rate 1, times a rate, or the rate passed to ``update``."""
     tx = optax.chain(densify(), tx)
 
     def update(updates, state, params=None, *, learning_rate=None, **extra_args):
         leaves = leaves_with_path(updates, is_leaf=is_sparse_or_none)
         if missing := [path_name(path) for path, g in leaves if g is None]:
             raise ValueError(
-                f"{missing} have no gradients, which optimizers of optax need: wrap the updater in "
-                "optax.masked to leave parameters out"
+                f"{missing} have no gradients, which optax optimizers need: wrap the updater in "
+                "optax.masked to exclude these parameters"
             )
         updates, state = tx.update(updates, state, params)
         factor = rate if learning_rate is None else learning_rate
@@ -126,8 +126,8 @@ def _needs_class(optimizer: Any) -> str:
 def _refuse_rate(optimizer: Mapping[str, Any], instead: str = "") -> None:
     if found := {"learning_rate", "lr"} & optimizer.keys():
         raise ValueError(
-            f"optimizer: {found.pop()} is an option of the config, learning_rate, not of the "
-            f"optimizer's dict{instead}"
+            f"optimizer: {found.pop()} must not be in the optimizer's dict: set learning_rate in "
+            f"the config{instead}"
         )
 
 
@@ -135,7 +135,7 @@ def _refuse_rate(optimizer: Mapping[str, Any], instead: str = "") -> None:
 
 
 def _tensorflow(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``optimizer`` is what one of the old switches means, unless it is set."""
+    """``optimizer`` as set, or as defined by one of the old switches."""
     return {**given, "optimizer": _tensorflow_default(given)}
 
 
@@ -148,7 +148,7 @@ def _tensorflow_default(given: Mapping[str, Any]) -> dict[str, Any]:
     switches = ("adam", "nadam", "adadelta", "adagrad")
     switch = next((name for name in switches if flag(name, given.get(name, False))), None)
     if switch and momentum:
-        raise ValueError(f"{switch} takes no momentum, got momentum={momentum}")
+        raise ValueError(f"{switch} has no momentum, got momentum={momentum}: remove it")
     rmsprop = given.get("rmsprop", False)
     if switch:
         old = {"class": switch}
@@ -162,7 +162,7 @@ def _tensorflow_default(given: Mapping[str, Any]) -> dict[str, Any]:
         return {"class": "gradientdescent"}
     if whole("behavior_version", given.get("behavior_version", 0)) >= 2:
         raise ValueError(
-            f"behavior_version 2 and later need optimizer={old!r} instead of the switch"
+            f"behavior_version 2 and later does not support the switch: use optimizer={old!r}"
         )
     return old
 
@@ -172,7 +172,7 @@ def _tensorflow_complete(
 ) -> dict[str, Any]:
     """Adds the default's class, ``optimizer_epsilon`` and ``momentum``."""
     optimizer = {"class": default.get("class"), **optimizer}
-    _refuse_rate(optimizer, "; that may have a learning_rate_multiplier")
+    _refuse_rate(optimizer, "; the dict may have a learning_rate_multiplier")
     multiplier = optimizer.get("learning_rate_multiplier")
     if multiplier is not None:
         optimizer["learning_rate_multiplier"] = number("learning_rate_multiplier", multiplier)
@@ -191,7 +191,7 @@ def _tensorflow_complete(
 def _completed(
     name: str, optimizers: Mapping[str, Callable[..., Any]], optimizer: dict[str, Any]
 ) -> dict[str, Any]:
-    """A dict with the arguments of one of the optimizers by the names that it has for them."""
+    """A dict of the arguments of one of the optimizers, by its own names."""
     _refuse_rate(optimizer)
     if "epsilon" in optimizer:
         optimizer["eps"] = optimizer.pop("epsilon")
@@ -206,7 +206,7 @@ def _completed(
 
 
 def _jax(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``gradient_clip_global_norm`` may be in the dict of the optimizer, and is then that."""
+    """Reads ``gradient_clip_global_norm`` from the dict of the optimizer, if it is there."""
     optimizer = _named(given) or {}
     optimizer.pop(BLACKLIST, None)
     clip = optimizer.pop("gradient_clip_global_norm", None)
@@ -217,7 +217,7 @@ def _jax(given: Mapping[str, Any]) -> dict[str, Any]:
 def _jax_complete(
     optimizer: dict[str, Any], default: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of optax by its names; other classes are as with TensorFlow."""
+    """The arguments of optax, by its names; other classes as with TensorFlow."""
     optimizer = {"class": default.get("class", "adamw"), **optimizer}
     name = optimizer["class"]
     if not isinstance(name, str) or name.lower() not in _OPTAX:
@@ -246,18 +246,18 @@ def _torch(given: Mapping[str, Any]) -> dict[str, Any]:
 def _torch_complete(
     optimizer: dict[str, Any], default: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of torch that count, by its names."""
+    """The arguments of torch that have an effect, by its names."""
     optimizer = {"class": default.get("class"), **optimizer}
     if "param_groups_custom" in optimizer:
         raise ValueError(
-            "optimizer: param_groups_custom is not supported: it is a function of torch's modules; "
-            "pass the groups as layers="
+            "optimizer: param_groups_custom is not supported, because it is a function of torch "
+            "modules; pass the groups by the argument layers"
         )
     name = str(optimizer["class"]).lower().removeprefix("torch.optim.")
     if name not in _TORCH:
         raise ValueError(
             f"optimizer: the class {optimizer['class']!r} is not supported for the torch backend; "
-            f"there are {', '.join(_TORCH)}"
+            f"supported are {', '.join(_TORCH)}"
         )
     optimizer["class"] = name
     for key in _TORCH_SPEED:
@@ -268,13 +268,13 @@ def _torch_complete(
     return _completed("torch", _TORCH, optimizer)
 
 
-# They change no value.
+# They do not change values.
 _TORCH_SPEED = ("foreach", "fused", "capturable", "differentiable")
 _TORCH_REFUSED = ("amsgrad", "dampening", "lr_decay", "maximize")
 
 
 def _with_l2(weight_decay: float, mask: Any, tx: Any) -> optax.GradientTransformation:
-    """Torch's ``weight_decay`` of all but AdamW: a part of the gradient."""
+    """Torch's ``weight_decay``, which is added to the gradient except in AdamW."""
     return optax.chain(optax.add_decayed_weights(weight_decay, mask), tx) if weight_decay else tx
 
 
@@ -336,7 +336,7 @@ def _torch_radam(
 
 
 def _decayed(direction: Any, rate: Any, weight_decay: float, decoupled: bool, mask: Any) -> Any:
-    """A direction times a rate, with one of torch's decays."""
+    """A direction times a rate, with a weight decay of torch."""
     if not decoupled:
         return _with_l2(weight_decay, mask, optax.chain(direction, optax.scale(-rate)))
     decay = optax.add_decayed_weights(weight_decay, mask)

@@ -1,4 +1,4 @@
-"""The updater for RETURNN's JAX engine, on the optimizers of optax and optzoo."""
+"""The updater for RETURNN's JAX engine, with the optimizers of optax and optzoo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .values import PARAM_READERS, schedule
 
 
 class OptzooUpdater:
-    """The updater for RETURNN's JAX backend: what its own does, more options, every optimizer here.
+    """An updater for RETURNN's JAX backend, with more options and all optimizers of optzoo.
 
     In a config, before the training starts::
 
@@ -27,17 +27,17 @@ class OptzooUpdater:
         returnn.jax.engine.Updater = OptzooUpdater
 
     The engine makes it from the config and calls it; ``docs/returnn.md`` has a complete config. A
-    config that RETURNN's own updater takes has the same values here: ``adam``, ``adamw`` and
-    ``sgd`` are optax's, a decay that is set is of all parameters but biases and those of
+    config of RETURNN's own updater gives the same values: ``adam``, ``adamw`` and ``sgd`` are
+    optax's, and a decay that is set applies to all parameters except biases and those of
     ``weight_decay_modules_blacklist``. Other classes are those of :func:`optzoo.create`, and other
     options those of :func:`optzoo.interop.returnn.returnn_updater`; ``updater_layers`` in the
-    config is its ``layers=``, by the names of parameters with ``/`` between their parts. The log
-    names the optimizer that runs, and what RETURNN's own updater does not have. A ``backend`` in
-    the config is followed, so that of another one has its values.
+    config corresponds to its argument ``layers``, with names of parameters joined by ``/``. The log
+    names the optimizer, and options that RETURNN's own updater does not have. ``backend`` selects
+    the meaning of the config, also for other backends.
 
-    The engine keeps the learning rate (``learning_rate_control``, ``dynamic_learning_rate``) and
-    gives it to each step. Optimizers of optzoo get it as an argument and not as a factor of the
-    update, so that FTRL and the proximal optimizers get the right one.
+    The engine computes the learning rate (``learning_rate_control``, ``dynamic_learning_rate``) and
+    passes it to each step. Optimizers of optzoo receive it as an argument, not as a factor of the
+    update, as FTRL and the proximal optimizers need.
 
     Example:
         >>> import jax.numpy as jnp
@@ -55,13 +55,13 @@ class OptzooUpdater:
 
     Args:
         config: RETURNN's ``Config``.
-        model: RETURNN's model, in which the modules without a decay are looked up. Without it a
-            decay is of all parameters, as in RETURNN.
-        param_names: the names of the parameters that ``init`` and ``step`` get, in their order.
+        model: RETURNN's model, whose modules determine which parameters have no decay. Without it a
+            decay applies to all parameters, as in RETURNN.
+        param_names: the names of the parameters passed to ``init`` and ``step``, in order.
 
     Raises:
-        TypeError: if an option has a wrong type, or the optimizer has no argument of a name.
-        ValueError: if options are out of their range or not supported, or if a key resembles one.
+        TypeError: if an option has a wrong type, or the optimizer has no such argument.
+        ValueError: if options are out of range or not supported, or if a key resembles an option.
 
     References:
         ``returnn.jax.updater.Updater``.
@@ -120,7 +120,7 @@ class OptzooUpdater:
         opt_state: Any,
         learning_rate: Any,
     ) -> tuple[list[Array], Any]:
-        """The new parameters and the new state; the engine compiles it with the rest of a step."""
+        """The new parameters and state; the engine compiles this with the rest of a step."""
         named = self._named(params)
         updates, opt_state = self._optimizer.update(
             self._named(grads), opt_state, named, learning_rate=learning_rate
@@ -147,7 +147,9 @@ def _added(options: Mapping[str, Any]) -> list[str]:
 def _decays(optimizer: Any, model: Any, names: Sequence[str]) -> list[bool]:
     """Whether each parameter has the decay that is set."""
     if DECAY_CHECK in optimizer:
-        raise ValueError(f"optimizer: {DECAY_CHECK} is a function of torch's modules")
+        raise ValueError(
+            f"optimizer: {DECAY_CHECK} is not supported, because it is a function of torch modules"
+        )
     if model is None:
         return [True] * len(names)
     import returnn.frontend as rf
@@ -164,7 +166,7 @@ def _decays(optimizer: Any, model: Any, names: Sequence[str]) -> list[bool]:
 
 
 def _module_type(rf: Any, value: Any) -> type:
-    """A type of modules from an entry of the list: a type, or its name as ``"rf.LayerNorm"``."""
+    """The module type of an entry of the list: a type, or its name such as ``"rf.LayerNorm"``."""
     found = value
     if isinstance(value, str):
         scope, *parts = value.split(".")
@@ -179,10 +181,10 @@ def _module_type(rf: Any, value: Any) -> type:
 
 
 def _schedule(value: Any) -> Callable[..., Any] | None:
-    """``dynamic_learning_rate`` as a function of what the engine knows."""
+    """``dynamic_learning_rate`` as a function of the arguments that the engine passes."""
     if value is None:
         return None
-    read = schedule("dynamic_learning_rate", value, {"network"}, "which only TensorFlow has")
+    read = schedule("dynamic_learning_rate", value, {"network"}, "which need TensorFlow")
     if callable(read):
         return read
     power = lambda step: read["decay"] ** (step % read["interval"])
@@ -190,7 +192,7 @@ def _schedule(value: Any) -> Callable[..., Any] | None:
 
 
 def _norm_order(value: Any) -> float | None:
-    """The order of the norm of all gradients that the engine logs; None for no norm."""
+    """The order of the global gradient norm that the engine logs; None for no norm."""
     if isinstance(value, str):  # of the command line
         value = {"true": True, "false": False, "none": None}.get(value.lower(), value)
     if value is None or isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Which keys of a RETURNN config are options, and which resemble one."""
+"""Checks the keys of a RETURNN config: options, unsupported options, and near misses."""
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
@@ -17,12 +17,12 @@ EPOCH_OPTIONS = (
     "newbob_relative_error_threshold",
 )  # fmt: skip
 _OLD_SWITCHES = ("adam", "nadam", "adadelta", "adagrad", "rmsprop", "momentum")
-# They change no value: the state is an argument, and nothing is updated in parallel.
+# They do not change values: the state is an argument, and nothing is updated in parallel.
 _WITHOUT_EFFECT = (
     "optimizer_use_locking", "debug_save_updater_vars", "debug_add_check_numerics_on_output",
 )  # fmt: skip
-# They resemble options of the updater, but belong to the engine or to the data.
-# What RETURNN's LearningRateControl has as arguments, but does not read under these names.
+# They resemble options of the updater, but are options of the engine or the data, or arguments of
+# RETURNN's LearningRateControl that are not options.
 UNREAD = (
     "newbob_relative_error_threshold_div_by_old", "relative_error_div_by_old",
     "relative_error_threshold",
@@ -37,14 +37,13 @@ _THEANO = (
     "update_clip", "weight_clip",
 )  # fmt: skip
 _REFUSED = {
-    "grad_clip": "RETURNN refuses it, too: the nearest options are gradient_clip and "
-    "gradient_clip_global_norm",
+    "grad_clip": "RETURNN refuses it, too: use gradient_clip or gradient_clip_global_norm",
     "reset_updater_vars_mod_step": "call init of the updater again to reset the state",
     "num_allowed_consec_invalid_gradient_steps": "wrap the updater in optax.apply_if_finite",
     "grad_scaler": "scale the loss and its gradients outside",
     "horovod_param_sync_step": "use optzoo.model_average around the updater",
     "horovod_param_sync_time_diff": "use optzoo.model_average around the updater",
-    **dict.fromkeys(_THEANO, "only RETURNN's old Theano backend had it; remove it"),
+    **dict.fromkeys(_THEANO, "it existed in RETURNN's old Theano backend only; remove it"),
 }
 _KNOWN = {
     *PARAM_READERS,
@@ -62,15 +61,15 @@ _KNOWN = {
 def refuse_unknown(
     config: Mapping[str, Any], backend: str = "", ignored: Mapping[str, str] | None = None
 ) -> None:
-    """Raises if options are not supported, or if keys resemble an option; names all of them.
+    """Raises ``ValueError`` with all keys that are unsupported options or resemble an option.
 
-    Other keys are no options: a config is a Python file, with variables of its own.
+    Other keys are ignored: a config is a Python file, and may have variables of its own.
 
     Args:
         config: the config.
-        backend: which of RETURNN's.
-        ignored: for a backend other than TensorFlow, the options that it ignores, and what to do
-            instead; the old switches are no options there.
+        backend: the name of the backend.
+        ignored: for a backend other than TensorFlow, the options that it ignores, with the
+            alternatives; the old switches are not options of these backends.
     """
     if wrong := [key for key in config if not isinstance(key, str)]:
         raise TypeError(f"config: names of options must be strings, got {wrong[0]!r}")
@@ -97,7 +96,7 @@ def refuse_unknown(
 def near_misses(
     config: Mapping[str, Any], known: Collection[str], others: Collection[str] = ()
 ) -> list[str]:
-    """An error for each key that resembles a known option, and is none of the others."""
+    """An error for each key that resembles a known option and is not one of ``others``."""
     unknown = [key for key in config if key not in known and key not in others]
     near = [key for key in unknown if not key.startswith("_") and _nearest(key, known, 0.85)]
     return [f"there is no option {hint(key, known)}" for key in near]

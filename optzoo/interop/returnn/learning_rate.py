@@ -1,4 +1,4 @@
-"""RETURNN's control of the learning rate from epoch to epoch, on the host."""
+"""RETURNN's learning rate control by epochs, on the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OTHERS = ("learning_rate", "learning_rate_file", "pretrain_learning_rate", *UNR
 
 
 class LearningRateControl:
-    r"""The learning rate of each epoch from the scores of those before, as RETURNN sets it.
+    r"""The learning rate of each epoch from the scores of earlier epochs, as in RETURNN.
 
     .. code-block:: python
 
@@ -29,17 +29,17 @@ class LearningRateControl:
 
     ``learning_rate_control`` is one of
 
-    - ``constant``: the rate stays as it is;
-    - ``newbob_rel`` (or ``newbob``): the rate is multiplied by ``newbob_learning_rate_decay``
-      (0.5) where :math:`(s_{e-1} - s_{e-2}) / |s_{e-1}|` is above
-      ``newbob_relative_error_threshold`` (-0.01), else by ``newbob_learning_rate_growth`` (1);
+    - ``constant``: the rate is unchanged;
+    - ``newbob_rel`` (or ``newbob``): the rate is multiplied by ``newbob_learning_rate_decay`` (0.5)
+      where :math:`(s_{e-1} - s_{e-2}) / |s_{e-1}|` is above ``newbob_relative_error_threshold``
+      (-0.01), otherwise by ``newbob_learning_rate_growth`` (1);
     - ``newbob_abs``: the same with :math:`s_{e-1} - s_{e-2}` and ``newbob_error_threshold``;
-    - ``newbob_multi_epoch``: the mean of the last ``newbob_multi_num_epochs`` (5) relative
-      differences decides, in every ``newbob_multi_update_interval``-th epoch; growth is below
-      ``newbob_relative_error_grow_threshold``.
+    - ``newbob_multi_epoch``: as ``newbob_rel``, with the mean of the last
+      ``newbob_multi_num_epochs`` (5) relative differences, every ``newbob_multi_update_interval``
+      epochs; the rate grows if it is below ``newbob_relative_error_grow_threshold``.
 
-    ``learning_rates`` gives the rates of some epochs: a list from epoch 1 on, or a dict.
-    ``min_learning_rate`` is the least that a decay leads to. ``docs/returnn.md`` has all options.
+    ``learning_rates`` sets the rates of some epochs: a list from epoch 1 on, or a dict.
+    ``min_learning_rate`` is the lower bound of decays. ``docs/returnn.md`` lists all options.
 
     Example:
         >>> import optzoo
@@ -55,9 +55,9 @@ class LearningRateControl:
         config: RETURNN's config, or the part of it about learning rates.
 
     Raises:
-        TypeError: if an option has a wrong type; ``learning_rates`` as a string, which RETURNN
-            evaluates, is one: a config is data.
-        ValueError: if an option is out of its range, or if keys resemble an option.
+        TypeError: if an option has a wrong type, including ``learning_rates`` as a string, which
+            RETURNN would evaluate.
+        ValueError: if an option is out of range, or if keys resemble an option.
     """
 
     def __init__(self, config: Mapping[str, Any]):
@@ -103,7 +103,7 @@ class LearningRateControl:
         self._scores: dict[int, dict[str, float]] = {}
 
     def rate(self, epoch: int) -> float:
-        """The learning rate of an epoch; epochs count from 1 and are requested in order."""
+        """The learning rate of an epoch, from 1; epochs must be requested in order."""
         epoch = check_size(1, epoch=epoch)
         if epoch not in self._rates:
             self._rates[epoch] = self._new_rate(epoch)
@@ -113,23 +113,26 @@ class LearningRateControl:
         """Reports the scores of an epoch.
 
         Args:
-            epoch: which, from 1.
-            score: of the development data, lower is better; or several by their names, of which
-                ``learning_rate_control_error_measure`` names the one to use: by default
-                ``dev_score``, else the first beginning with ``dev_``.
+            epoch: the number of the epoch, from 1.
+            score: the score of the development data, lower is better; or a dict of scores by name,
+                from which ``learning_rate_control_error_measure`` selects one: by default
+                ``dev_score``, or else the first whose name begins with ``dev_``.
 
         Raises:
-            ValueError: if a score is not finite: then the training has diverged.
+            ValueError: if a score is not finite, which indicates that training has diverged.
         """
         scores = dict(score) if isinstance(score, Mapping) else {"dev_score": score}
         for name, value in scores.items():
             if not isinstance(value, numbers.Real) or not math.isfinite(value):
-                raise ValueError(f"{name} of epoch {epoch} must be a finite number, got {value!r}")
+                raise ValueError(
+                    f"{name} of epoch {epoch} must be a finite number, got {value!r}: the "
+                    "training may have diverged"
+                )
         self.rate(epoch)
         self._scores.setdefault(epoch, {}).update({k: float(v) for k, v in scores.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """All rates and scores so far, as JSON can hold them."""
+        """All rates and scores so far, as values that JSON can represent."""
         as_text = lambda table: {str(epoch): value for epoch, value in table.items()}
         scores = {epoch: dict(one) for epoch, one in self._scores.items()}
         return {"rates": as_text(self._rates), "scores": as_text(scores)}
@@ -183,7 +186,7 @@ class LearningRateControl:
         return self._rates[before[-1]] if before else self._first_rate
 
     def _difference(self, old: int, new: int) -> float | None:
-        """By how much the score is worse; None if one is missing or they are of two measures."""
+        """The increase of the score; None if a score is missing or the measures differ."""
         (old_name, old_score), (new_name, new_score) = self._score(old), self._score(new)
         if old_score is None or new_score is None or old_name != new_name:
             return None
@@ -216,7 +219,7 @@ class LearningRateControl:
 
 
 def _factor(given: Mapping[str, Any], name: str, default: float) -> Any:
-    """A factor on the rate, or a function of it; ``newbob_`` before its name is the old one."""
+    """A factor of the rate, or a function of it; its old name begins with ``newbob_``."""
     value = given.get(name, given.get(f"newbob_{name}", default))
     if not callable(value) and not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number or a function of the rate, got {value!r}")
@@ -228,13 +231,13 @@ def _times(rate: float, factor: Any) -> float:
 
 
 def _fixed(rates: Any) -> dict[int, float]:
-    """The rates that ``learning_rates`` gives, by epoch."""
+    """The rates in ``learning_rates``, by epoch."""
     if not rates:
         return {}
     if not isinstance(rates, list | tuple | Mapping):
         raise TypeError(
-            f"learning_rates must be a list or a dict by epoch, got {rates!r}; a string of Python "
-            "is not evaluated"
+            f"learning_rates must be a list or a dict by epoch, got {rates!r}; strings are not "
+            "evaluated"
         )
     by_epoch = rates if isinstance(rates, Mapping) else dict(enumerate(rates, start=1))
     for epoch, rate in by_epoch.items():

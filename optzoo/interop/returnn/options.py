@@ -1,4 +1,4 @@
-"""The options of RETURNN's updater, read from its config: each is supported or refused."""
+"""Reads the options of RETURNN's updater from its config, with an error for unsupported options."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,13 +26,13 @@ class Options(NamedTuple):
     layers: dict[str, ParamOptions]
 
     def of(self, name: str) -> ParamOptions:
-        """The options of the parameter at a path: those of the innermost layer around it."""
+        """The options of the parameter at a path: those of its innermost layer."""
         layer = _innermost(self.layers, name)
         return self.default if layer is None else self.layers[layer]
 
     @property
     def distinct(self) -> list[ParamOptions]:
-        """The default options and those of each layer."""
+        """The default options, and those of each layer."""
         return [self.default, *self.layers.values()]
 
     @property
@@ -47,29 +47,32 @@ class Options(NamedTuple):
         return any(getattr(o, option) for o in self.distinct)
 
     def check_names(self, names: list[str]) -> None:
-        """Raises ``ValueError`` if a layer or an extra update has no parameter."""
+        """Raises ``ValueError`` if a layer or an extra update matches no parameter."""
         for layer in self.layers:
             if not any(_is_in(name, layer) for name in names):
                 raise ValueError(
-                    f"layers: no parameter's path begins with '{layer}/'; there are {names}"
+                    f"layers: no parameter's path begins with '{layer}/'; the parameters are "
+                    f"{names}"
                 )
         if unknown := sorted(self.step.extra_updates.keys() - set(names)):
             raise ValueError(
-                f"extra_updates: no parameter has the path {unknown[0]!r}; there are {names}"
+                f"extra_updates: no parameter has the path {unknown[0]!r}; the parameters are "
+                f"{names}"
             )
 
 
 def read_options(config: Any, layers: Any, backend: str = "tensorflow") -> Options:
-    """Reads a config; see :func:`optzoo.interop.returnn.returnn_updater` for what it raises.
+    """Reads a config; raises the errors of :func:`optzoo.interop.returnn.returnn_updater`.
 
     Args:
         config: the config.
         layers: the options of layers; None for those of the config's network.
-        backend: the backend of a config that names none.
+        backend: the default backend.
     """
     if not isinstance(config, Mapping):
         raise TypeError(
-            f"config must be a dict, got {config!r}; of a returnn.config.Config take typed_dict"
+            f"config must be a dict, got {config!r}; for a returnn.config.Config, give its "
+            "typed_dict"
         )
     semantics = backend_of(config, backend)
     refuse_unknown(config, semantics.name, semantics.ignored(config))
@@ -89,8 +92,8 @@ def read_options(config: Any, layers: Any, backend: str = "tensorflow") -> Optio
     known = {tag for one in of_layers.values() for tag in one.tags}
     if unknown := sorted(map(repr, options.needed_tags - {None, *known})):
         raise ValueError(
-            f"global_norm_tag or gradient_clip_global_norm_tag: no layer has {unknown[0]} "
-            f"among its tags; there are {sorted(known)}"
+            "global_norm_tag or gradient_clip_global_norm_tag: no layer has the tag "
+            f"{unknown[0]}; the tags are {sorted(known)}"
         )
     return options
 
@@ -114,7 +117,7 @@ def _read(given: Mapping[str, Any], readers: Readers, where: str = "") -> dict[s
 def _layer(
     name: str, options: Any, default: ParamOptions, given: Mapping[str, Any], backend: Backend
 ) -> ParamOptions:
-    """The options of one layer over the default ones."""
+    """The options of one layer, completed with the default options."""
     if not isinstance(options, Mapping) or options.keys() - {"L2", "updater_opts"}:
         raise ValueError(f"layers: {name!r} may have L2 and updater_opts, got {options!r}")
     where = f"layer {name!r}: "
@@ -129,8 +132,8 @@ def _layer(
     every = values.get("accum_grad_multiple_step", default.accum_grad_multiple_step)
     if backend.norms_of_sums and every != default.accum_grad_multiple_step:
         raise ValueError(
-            f"{where}accum_grad_multiple_step must be that of the config with the {backend.name} "
-            f"backend, {default.accum_grad_multiple_step}, got {every}"
+            f"{where}accum_grad_multiple_step must be {default.accum_grad_multiple_step}, as in "
+            f"the config, with the {backend.name} backend, got {every}"
         )
     if "global_norm_tag" in values and "gradient_clip_global_norm_tag" not in values:
         # The default one falls back on the layer's own tag, unless the config names one.
@@ -142,7 +145,7 @@ def _layer(
 
 
 def _fill_from_outer(layers: dict[str, ParamOptions], found: Mapping[str, Any]) -> None:
-    """A layer inside of another inherits what it does not set itself."""
+    """Completes the options of a nested layer with those of its outer layer."""
     for name in sorted(layers):  # a layer comes before those inside of it
         outer = _innermost([other for other in layers if other != name], name)
         if outer is None:
@@ -158,8 +161,8 @@ def _layers_of(config: Mapping[str, Any]) -> dict[str, Any]:
     network = config.get("network", {})
     if callable(config.get("get_network")) or not isinstance(network, Mapping):
         raise ValueError(
-            "the network of this config is not a dict whose layers can be read: pass layers=, a "
-            "dict of the options (L2, updater_opts) of the layers that have some, or layers={}"
+            "the network of this config is not a dict whose layers can be read: pass layers, a "
+            "dict of the options (L2, updater_opts) of layers, or layers={}"
         )
     return dict(_layers_in(network))
 
@@ -190,7 +193,7 @@ def _layers_in(
 
 
 def _has_parameters(layer: Mapping[str, Any]) -> bool:
-    """Whether a layer may have parameters of its own; without any its options change nothing."""
+    """Whether a layer may have parameters of its own; otherwise its options have no effect."""
     if isinstance(layer.get("reuse_params"), str):  # all parameters are those of another layer
         return False
     return layer.get("class") not in _WITHOUT_PARAMETERS or bool(layer.get("batch_norm"))

@@ -25,10 +25,10 @@ from .values import ParamOptions
 
 
 class StepContext(NamedTuple):
-    """What the steps of one update need beside gradients and parameters.
+    """Inputs of the steps of one update, in addition to gradients and parameters.
 
-    It is not part of the state, nor an argument of ``update``: the updater makes the
-    transformations below anew for each update, around optimizers that it makes once.
+    They are neither part of the state nor arguments of ``update``: the updater rebuilds the
+    transformations below for each update, around optimizers that it builds once.
     """
 
     # Of the raw gradients, by tag; that of None is of all. None: of what is to be clipped by them.
@@ -61,14 +61,14 @@ def process_gradients(
 
 
 def _noisy_and_clipped(key: Any, name: str, o: ParamOptions, g: Any) -> Any:
-    """One gradient after the steps that see no other.
+    """One gradient after the steps that do not depend on other gradients.
 
-    Norms of rows are those of the rows as they are listed: RETURNN does not merge them. What is
-    dense afterwards is dense in RETURNN, too, so that a lazy optimizer sees the same.
+    Norms are those of unmerged rows, as in RETURNN. A gradient becomes dense where it does so in
+    RETURNN, so that a lazy optimizer updates the same rows.
     """
     if o.gradient_noise:
         g = dense(g)
-        # By the name, so that the noise of a parameter does not depend on which others there are.
+        # By the name, so that the noise of a parameter does not depend on other parameters.
         key = jax.random.fold_in(key, zlib.crc32(name.encode()))
         noise = jax.random.truncated_normal(key, -2, 2, jnp.shape(g), jnp.float32)
         g = on_listed(lambda v: v + o.gradient_noise * noise, g)
@@ -85,7 +85,7 @@ def _noisy_and_clipped(key: Any, name: str, o: ParamOptions, g: Any) -> Any:
 def _clipped_by_norms(
     epsilon: float, norms: dict[str | None, Array], name: str, o: ParamOptions, g: Any
 ) -> Any:
-    """One gradient after the steps that follow."""
+    """One gradient after the subsequent steps."""
     if o.gradient_clip_global_norm:
         norm = norms[o.gradient_clip_global_norm_tag]
         factor = clipping_factor(norm + epsilon, o.gradient_clip_global_norm)
@@ -102,7 +102,7 @@ def _clipped_by_norms(
 def with_decay(
     inner: optax.GradientTransformation, options: Options, context: StepContext, *, after: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """Decoupled constraints after the update of ``inner``; or before it, which then sees them."""
+    """Decoupled constraints after the update of ``inner``, or before it, on its parameters."""
     inner = optax.with_extra_args_support(inner)
     decay = lambda x, o: -2 * o.L2 * context.decay * upcast(x) if o.L2 else None
 
@@ -123,7 +123,7 @@ def with_decay(
 def with_extra_updates(
     inner: optax.GradientTransformation, functions: Mapping[str, Callable[..., Any]]
 ) -> optax.GradientTransformationExtraArgs:
-    """Functions of parameters after their updates that return new values."""
+    """Applies functions that return new values of parameters after their updates."""
     inner = optax.with_extra_args_support(inner)
 
     def change(path, u, g, x):
@@ -136,7 +136,7 @@ def with_extra_updates(
         value = jnp.asarray(function(**given))
         if value.shape != x.shape:
             raise ValueError(
-                f"extra_updates: the function of '{path_name(path)}' made an array of shape "
+                f"extra_updates: the function of '{path_name(path)}' returned an array of shape "
                 f"{value.shape}, but the parameter has shape {x.shape}"
             )
         return (upcast(value) - upcast(x)).astype(u.dtype)
@@ -150,7 +150,7 @@ def with_extra_updates(
 
 
 def map_named(options: Options, f: Callable[..., Any], updates: Any, *others: Any) -> Any:
-    """``f(name, options, gradient, *others)`` for each parameter that has a gradient."""
+    """Applies ``f(name, options, gradient, *others)`` to each parameter that has a gradient."""
 
     def on_leaf(path, g, *rest):
         name = path_name(path)
@@ -160,7 +160,7 @@ def map_named(options: Options, f: Callable[..., Any], updates: Any, *others: An
 
 
 def plus(a: Any, change: Any) -> Any:
-    """``a``, perhaps rows, with a change added in float32 at least; None is no change."""
+    """``a``, an array or rows, plus a change, added in at least float32; None for no change."""
     if a is None or change is None:
         return a
     a = jnp.asarray(dense(a))

@@ -23,7 +23,7 @@ def scale_by_torch_radam(b1: float, b2: float, eps: float) -> optax.GradientTran
     .. math::
         r_t = \sqrt{\frac{(\rho_t - 4)(\rho_t - 2)\, \rho}{(\rho - 4)(\rho - 2)\, \rho_t}}
 
-    In ``optax.radam`` :math:`\epsilon` is added after the correction of the bias.
+    In ``optax.radam`` :math:`\epsilon` is added after the bias correction.
 
     References:
         Liu et al., `On the Variance of the Adaptive Learning Rate and Beyond
@@ -110,20 +110,20 @@ def scale_by_torch_nadam(
 
 
 def _next(updates, state, b1, b2):
-    """The means after a gradient, and the number of steps."""
+    """The means after a gradient, and the number of steps so far."""
     mu = optax.tree.update_moment(updates, state.mu, b1, 1)
     nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, b2, 2)
     return mu, nu, optax.safe_increment(state.count)
 
 
 def length_of_mean(b2, t):
-    r"""RAdam's length of the mean of squares after t steps.
+    r"""RAdam's length of the mean of squares after :math:`t` steps.
 
     .. math:: \rho_t = \frac{2}{1 - \beta_2} - 1 - \frac{2 t \beta_2^t}{1 - \beta_2^t}
 
-    In the first steps these terms are large and almost equal: in float32 their difference would be
-    wrong by 0.02, and it is compared with 5. With :math:`x = -\log \beta_2` and
-    :math:`L(z) = \coth z - 1/z` it is :math:`t + L(x/2) - t L(tx/2)`, which has small terms there.
+    In the first steps these terms are large and almost equal: in float32 their difference, which is
+    compared with 5, would have an error of 0.02. With :math:`x = -\log \beta_2` and :math:`L(z) =
+    \coth z - 1/z` it equals :math:`t + L(x/2) - t L(tx/2)`, which has small terms.
     """
     x = -math.log(b2)
     early = t + _langevin(x / 2) - t * _langevin(jnp.minimum(t * (x / 2), 1.0))

@@ -55,7 +55,7 @@ def returnn_updater(
     axis_name: AxisName = None,
     decay_mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""The whole updater of a RETURNN config, as in the backend that the config names.
+    r"""The complete updater of a RETURNN config, as in the backend that the config names.
 
     .. code-block:: python
 
@@ -64,15 +64,16 @@ def returnn_updater(
             layers={"encoder": {"L2": 1e-4}, "output": {"updater_opts": {"gradient_clip": 0.1}}},
         )
 
-    ``backend`` in the config decides what it means, as in RETURNN: ``"tensorflow"``,
+    ``backend`` in the config selects its meaning, as in RETURNN: ``"tensorflow"``,
     ``"tensorflow-net-dict"``, ``"torch"`` or ``"jax"``; TensorFlow if it is not set. With
-    TensorFlow, one step does the following in this order, each only if an option asks for it:
+    TensorFlow, one step performs the following operations in order, if their options are set:
 
     1. The gradient of the constraints (``L2``: :math:`2 \lambda x`) is added, unless
        ``decouple_constraints``; then ``use_horovod`` sums over the replicas. These are the *raw*
-       gradients: all norms over several parameters are of them.
+       gradients, from which all norms over several parameters are computed.
     2. ``maximize_grad_norm``.
-    3. ``accum_grad_multiple_step``: sums; what follows runs on the last micro-step of a cycle only.
+    3. ``accum_grad_multiple_step``: sums gradients; the operations below run in the last micro-step
+       of a cycle only.
     4. ``debug_grad_summaries``, ``gradient_noise``, ``gradient_clip``, ``gradient_clip_norm``,
        ``gradient_clip_avg_norm``, ``gradient_clip_global_norm``, ``gradient_nan_inf_filter``,
        ``grad_norm_to_clip_to_zero``.
@@ -80,15 +81,16 @@ def returnn_updater(
     6. ``debug_add_check_numerics_ops``.
 
     With torch and JAX the optimizers are those of torch and of optax, and norms are those of the
-    sums, after noise and the clips that come before. Their update is multiplied by the rate
-    :math:`\eta`: AdamW with the decay :math:`\lambda` and Adam's update :math:`u_t` is
-    :math:`x \leftarrow x - \eta (u_t + \lambda x)`, and momentum :math:`v \leftarrow \mu v + g`,
-    :math:`x \leftarrow x - \eta v`. A decay in the optimizer's dict is of all parameters except
-    those that ``decay_mask`` leaves out; one that is AdamW's default is of all.
+    sums, after noise and preceding clips. Their update is multiplied by the rate :math:`\eta`:
+    AdamW with the decay :math:`\lambda` and Adam's update :math:`u_t` is :math:`x \leftarrow x -
+    \eta (u_t + \lambda x)`, and momentum :math:`v \leftarrow \mu v + g`, :math:`x \leftarrow x -
+    \eta v`. A decay in the optimizer's dict applies to the parameters selected by ``decay_mask``;
+    AdamW's default decay applies to all.
 
-    The gradients given to ``update`` are those of the loss without constraints. The update is new
-    minus old parameters, so it must be the last of a chain. Row-sparse gradients stay row-sparse
-    unless the layer has a coupled ``L2``, or an option is dense in RETURNN as well.
+    The gradients given to ``update`` are those of the loss without constraints. The update is the
+    difference of new and old parameters, so the updater must be the last of a chain. Row-sparse
+    gradients stay row-sparse unless the layer has a coupled ``L2``, or an option makes them dense,
+    as in RETURNN.
 
     ``update(..., learning_rate=x)`` overrides the rate of the config, as ``LearningRateControl``
     does for each epoch; ``dynamic_learning_rate`` and the factors still apply. ``update(...,
@@ -107,45 +109,45 @@ def returnn_updater(
         [-0.1  0.1]
 
     Args:
-        config: RETURNN's config. What has nothing to do with the updater is ignored;
+        config: RETURNN's config. Keys that do not concern the updater are ignored;
             ``docs/returnn.md`` lists the options.
-        layers: the options of layers by their names: ``L2`` and ``updater_opts``. The parameters
-            of a layer are those whose paths begin with its name and ``/``; of nested layers the
-            innermost counts. By default those of ``config["network"]``.
+        layers: the options of layers by name: ``L2`` and ``updater_opts``. The parameters of a
+            layer are those whose paths begin with its name and ``/``; of nested layers the
+            innermost is used. The default is to read them from ``config["network"]``.
         returnn_version: the version that defines ``decouple_constraints``. ``"2026"`` (RETURNN
             since November 2022): :math:`x \leftarrow x - 2 \lambda x` before each update.
-            ``"2022"`` (March to November 2022): :math:`x \leftarrow x - k\, 2 \lambda x` before
-            it, where :math:`k` is ``decouple_constraints_factor`` times the rate divided by the
-            config's ``learning_rate``. ``"2017"`` (December 2017 to March 2022): the same after it.
-            The old versions decay in every micro-step.
+            ``"2022"`` (March to November 2022): :math:`x \leftarrow x - k\, 2 \lambda x` before it,
+            where :math:`k` is ``decouple_constraints_factor`` times the rate divided by the
+            config's ``learning_rate``. ``"2017"`` (December 2017 to March 2022): the same after the
+            update. The old versions decay in every micro-step.
         axis_name: the axis of the replicas for ``use_horovod``.
-        decay_mask: with torch and JAX, which parameters a ``weight_decay`` in the optimizer's dict
-            is of: a pattern of names, a tuple of patterns, a tree of bools, or a function of the
-            parameters that returns one of these. By default those whose names do not end with
-            ``bias``. Name there the parameters of the modules without a decay, which are unknown
-            here: those of the config's ``weight_decay_modules_blacklist``, by default
-            ``torch.nn.LayerNorm`` and ``torch.nn.Embedding`` with torch, and none with JAX.
+        decay_mask: with torch and JAX, the parameters to which a ``weight_decay`` in the
+            optimizer's dict applies, as a mask (:func:`optzoo.param_groups`). The default is all
+            parameters whose names do not end with ``bias``. Exclude the parameters of modules
+            without a decay, since the updater has no access to modules: those of the config's
+            ``weight_decay_modules_blacklist``, by default ``torch.nn.LayerNorm`` and
+            ``torch.nn.Embedding`` with torch, and none with JAX.
 
     Raises:
-        TypeError: if a value has a wrong type, or the optimizer has no argument of a name.
-        ValueError: if options are not supported, ignored by the backend or out of their range, if a
-            key resembles an option, or if the dict of the optimizer names modules or a function
-            about decay and ``decay_mask`` is not given; at ``init``, if a layer has no parameter;
-            in ``update``, if an optimizer of optax gets None for a gradient.
+        TypeError: if a value has a wrong type, or the optimizer has no such argument.
+        ValueError: if options are not supported, ignored by the backend or out of range, if a key
+            resembles an option, or if ``decay_mask`` is missing and the dict of the optimizer names
+            modules or a function that selects decays; in ``init``, if a layer has no parameter; in
+            ``update``, if a gradient for an optax optimizer is None.
 
     References:
         ``returnn.tf.updater``, ``returnn.torch.updater`` and ``returnn.jax.updater``.
 
     Differences from the original:
-        An optimizer with two numbers of micro-steps counts steps for each; in the original both
-        advance the same powers of Adam. ``gradient_nan_inf_filter`` sets an infinity in rows to
-        zero, not to 1e30. A parameter without a gradient does not decay. With version 2026
-        parameters decay on the last micro-step only; in the original a race condition decides.
-        Summaries are of the sum of a cycle, and ``extra_updates`` follow an update; in the original
-        both happen in every micro-step. Optimizers that read a global step receive it; the
-        original's ``AdamGS`` always reads the first. Torch's ``amsgrad``, ``dampening``,
-        ``lr_decay`` and ``maximize``, and classes other than SGD, Adam, AdamW, Adamax, Adagrad,
-        Adadelta and RMSprop, are errors.
+        An optimizer used with two numbers of micro-steps counts steps separately; in the original
+        both advance the same powers of Adam. ``gradient_nan_inf_filter`` sets an infinity in rows
+        to zero, not to 1e30. A parameter without a gradient does not decay. With version 2026
+        parameters decay in the last micro-step only; the original has a race condition. Summaries
+        are of the sum of a cycle, and ``extra_updates`` follow an update; in the original both
+        occur in every micro-step. Optimizers that read a global step receive it; the original's
+        ``AdamGS`` always reads the first. Torch's ``amsgrad``, ``dampening``, ``lr_decay`` and
+        ``maximize``, and classes other than SGD, Adam, AdamW, Adamax, Adagrad, Adadelta and
+        RMSprop, are not supported.
     """
     options = read_options(config, layers)
     _check_decay_mask(config.get("optimizer"), options.backend, decay_mask)
@@ -158,36 +160,36 @@ def make_updater(
     axis_name: AxisName = None,
     decay_mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The updater of options that have been read."""
+    """The updater of parsed options."""
     decoupled = _decoupled(options.step, returnn_version)
     if options.step.use_horovod and axis_name is None:
-        raise ValueError("use_horovod needs axis_name=, the axis of the replicas")
+        raise ValueError("use_horovod needs the argument axis_name, the axis of the replicas")
     replicas = Replicas(axis_name if options.step.use_horovod else None)
     updater = _Updater(options, decoupled, replicas, decay_mask)
     return optax.GradientTransformationExtraArgs(updater.init, updater.update)
 
 
 def _check_decay_mask(optimizer: Any, backend: Backend, decay_mask: Any) -> None:
-    """Raises where it is needed, or is for another backend."""
+    """Raises ``ValueError`` if ``decay_mask`` is missing, or given for another backend."""
     check_mask(decay_mask=decay_mask)
     if not backend.optimizers:
         if decay_mask is not None:
             raise ValueError(
-                "decay_mask is for the torch and JAX backends; with TensorFlow an optimizer's dict "
-                "may have a mask"
+                "decay_mask needs the torch or JAX backend; with TensorFlow, give a mask in the "
+                "optimizer's dict"
             )
         return
     optimizer = optimizer or {}
     found = [key for key in (BLACKLIST, DECAY_CHECK) if optimizer.get(key)]
     if found and decay_mask is None and optimizer.get("weight_decay"):
         raise ValueError(
-            f"optimizer: {' and '.join(found)} need the modules of the model, which are unknown "
-            "here: pass decay_mask=, the parameters that decay"
+            f"optimizer: {' and '.join(found)} need the modules of the model, which are not "
+            "available: pass the parameters that decay as decay_mask"
         )
 
 
 def _decoupled(options: StepOptions, version: str) -> str | None:
-    """The version of the decoupled constraints; None if they are coupled."""
+    """The version of the decoupled constraints; None for coupled constraints."""
     check_choice(ReturnnVersion, returnn_version=version)
     if not options.decouple_constraints:
         return None
@@ -195,8 +197,8 @@ def _decoupled(options: StepOptions, version: str) -> str | None:
         check_positive(learning_rate=options.learning_rate)
     if version == "2017" and options.extra_updates:
         raise ValueError(
-            "extra_updates come after the decay in RETURNN, but returnn_version='2017' decays "
-            "after the update: take another returnn_version"
+            "extra_updates with returnn_version='2017' is not supported, because that version "
+            "decays after the update: use another returnn_version"
         )
     return version
 
@@ -204,8 +206,8 @@ def _decoupled(options: StepOptions, version: str) -> str | None:
 class _Updater:
     """The functions ``init`` and ``update`` of :func:`returnn_updater`.
 
-    It makes the optimizers once: one for each of the ``kinds``, which are the configs of optimizers
-    with their numbers of micro-steps. ``decoupled`` is the version of the decoupled constraints.
+    It builds the optimizers once, one for each of the ``kinds``: configs of optimizers with their
+    numbers of micro-steps. ``decoupled`` is the version of the decoupled constraints.
     """
 
     def __init__(
@@ -224,7 +226,7 @@ class _Updater:
 
     def init(self, params: Any) -> UpdaterState:
         names = [path_name(path) for path, _ in leaves_with_path(params)]
-        # optax.masked shows a part of the parameters, which may lack those of a layer.
+        # optax.masked passes only some parameters, possibly without those of a layer.
         if names and not hides_leaves(params):
             self.options.check_names(names)
         shared = {}
@@ -266,7 +268,7 @@ class _Updater:
         return new, UpdaterState(count, shared, inner)
 
     def raw_gradients(self, updates: Any, params: Any) -> Any:
-        """The gradients of the whole loss, of all replicas."""
+        """The gradients of the loss with constraints, summed over the replicas."""
         self.replicas.check_per_replica(updates)
         if self.decoupled is None:
             constrained = lambda name, o, g, x: plus(g, 2 * o.L2 * upcast(x)) if o.L2 else g
@@ -278,14 +280,17 @@ class _Updater:
         return divide_gradients(sums, jnp.asarray(number), updates)
 
     def norm_maximized(self, raw: Any, params: Any, grad_fn: Callable[[Any], Any] | None) -> Any:
-        """The raw gradients g plus the gradient of minus f times their norm: g - f H g / |g|."""
+        """The raw gradients g minus f times the gradient of their norm: g - f H g / |g|."""
         if grad_fn is None:
             raise ValueError(
                 "maximize_grad_norm needs the gradient as a function: pass update(..., grad_fn=f), "
                 "where f(params) is the gradient of the loss"
             )
         if any(map(is_rows, jax.tree.leaves(raw, is_leaf=is_rows))):
-            raise TypeError("maximize_grad_norm takes no rows: all gradients must be dense")
+            raise TypeError(
+                "maximize_grad_norm does not support row-sparse gradients: all gradients must be "
+                "dense"
+            )
         norm = self.norm(raw, None)
         unit = lambda x, g: (
             jnp.zeros_like(x) if g is None else safe_divide(upcast(g), norm).astype(x.dtype)
@@ -298,7 +303,7 @@ class _Updater:
     def context(
         self, raw: Any, shared: dict[str, Array], step: Any, rate: Array
     ) -> tuple[StepContext, dict[str, Array]]:
-        """What the steps of this update need, and the new arrays of the state."""
+        """The context of the steps of this update, and the new arrays of the state."""
         norms = None if self.options.backend.norms_of_sums else self.norms(raw)
         if "grad_norm" in shared:
             shared = {**shared, "grad_norm": self.norm(raw, None).astype(jnp.float32)}
@@ -314,13 +319,13 @@ class _Updater:
         return {tag: self.norm(gradients, tag) for tag in self.options.needed_tags}
 
     def norm(self, raw: Any, tag: str | None) -> Array:
-        """The norm of all gradients with a tag; None for all."""
+        """The norm of all gradients with a tag, or of all gradients for None."""
         leaves = leaves_with_path(raw, is_leaf=is_sparse_or_none)
         has_tag = lambda path: tag is None or tag in self.options.of(path_name(path)).tags
         return global_norm(g for path, g in leaves if has_tag(path))
 
     def with_steps(self, context: StepContext) -> optax.GradientTransformationExtraArgs:
-        """All optimizers, with the steps before and after them, for one update."""
+        """All optimizers for one update, with the steps before and after them."""
         if self.options.backend.norms_of_sums:  # of all parameters, so all share the micro-steps
             every = self.options.default.accum_grad_multiple_step
             tx = self.group(self.by_kind(self.optimizers), every, context)
@@ -334,7 +339,7 @@ class _Updater:
     def by_kind(
         self, txs: Sequence[optax.GradientTransformationExtraArgs]
     ) -> optax.GradientTransformationExtraArgs:
-        """For each parameter the transformation of its kind."""
+        """The transformation of its kind for each parameter."""
         if len(txs) == 1:
             return txs[0]
         label = lambda o: f"group{self.kinds.index(_kind(o))}"
@@ -344,7 +349,7 @@ class _Updater:
     def group(
         self, tx: optax.GradientTransformationExtraArgs, every: int, context: StepContext
     ) -> optax.GradientTransformationExtraArgs:
-        """Optimizers with all that happens from the sum of the micro-steps on."""
+        """Optimizers with all steps that follow the sum of the micro-steps."""
         options = self.options
         if options.step.deterministic_train:
             tx = optax.chain(coalesce(deterministic=True), tx)
@@ -360,13 +365,13 @@ class _Updater:
         return accumulate(tx, every) if every else tx
 
     def of_each(self, f: Callable[[ParamOptions], Any], tree: Any) -> Any:
-        """``f`` of the options of each parameter of a tree."""
+        """``f`` applied to the options of each parameter of a tree."""
         of_path = lambda path, _: f(self.options.of(path_name(path)))
         return map_with_path(of_path, tree, is_leaf=is_sparse_or_none)
 
 
 def _kind(o: ParamOptions) -> tuple[Any, int]:
-    """What parameters have in common that share an optimizer."""
+    """The key of parameters that share an optimizer."""
     return o.optimizer, o.accum_grad_multiple_step
 
 

@@ -1,4 +1,4 @@
-"""RETURNN's options, each with the reader of its value, which takes the name and the value."""
+"""RETURNN's options, each with a reader, a function of its name and value."""
 
 import dataclasses
 import inspect
@@ -10,7 +10,7 @@ from ...core.checks import check_flags, check_function, check_not_negative
 
 
 def number(name: str, value: Any) -> float:
-    """A number; RETURNN also takes strings such as "0.5" and "inf" for some."""
+    """A number; RETURNN also accepts strings such as "0.5" and "inf" for some options."""
     try:
         if isinstance(value, str | numbers.Real):
             return float(value)
@@ -20,7 +20,7 @@ def number(name: str, value: Any) -> float:
 
 
 def not_negative(name: str, value: Any) -> float:
-    """A number of at least zero, which means off."""
+    """A number of at least zero; zero disables the option."""
     parsed = number(name, value)
     check_not_negative(infinite=True, **{name: parsed})
     return parsed
@@ -65,7 +65,7 @@ def _tags(name: str, value: Any) -> tuple[str, ...]:
 def _norm_order(name: str, value: Any) -> bool:
     if not value or value is True or value == 2:
         return bool(value)
-    raise ValueError(f"{name} must be True or 2, the only norm there is, got {value!r}")
+    raise ValueError(f"{name} must be True or 2, the only supported norm, got {value!r}")
 
 
 def _extra_updates(name: str, value: Any) -> Mapping[str, Callable[..., Any]]:
@@ -75,14 +75,15 @@ def _extra_updates(name: str, value: Any) -> Mapping[str, Callable[..., Any]]:
         parameters = inspect.signature(function).parameters
         if unknown := parameters.keys() - {"var", "grad"}:
             raise ValueError(
-                f"{name}: the function of {path!r} needs {sorted(unknown)}; there are only var, "
-                "the parameter after its update, and grad; it returns the new value"
+                f"{name}: the function of {path!r} needs {sorted(unknown)}, which are not "
+                "available: its arguments may be var, the parameter after its update, and grad, "
+                "and it must return the new value"
             )
     return value
 
 
 def schedule(name: str, value: Any, lacks: Iterable[str], why: str) -> Any:
-    """A dict of interval and decay, or a function; ``why`` tells of arguments that it lacks."""
+    """A dict of interval and decay, or a function; ``why`` explains arguments in ``lacks``."""
     if isinstance(value, Mapping):
         if value.keys() != {"interval", "decay"}:
             raise ValueError(f"{name} must have the keys interval and decay, got {value!r}")
@@ -98,8 +99,8 @@ def schedule(name: str, value: Any, lacks: Iterable[str], why: str) -> Any:
 
 def _dynamic_learning_rate(name: str, value: Any) -> Any:
     why = (
-        "unknown inside of a step; it gets global_train_step and learning_rate. What depends on "
-        "the epoch belongs into update(learning_rate=)"
+        "which are not available in a step; use global_train_step and learning_rate, or pass a "
+        "rate that depends on the epoch by update(learning_rate=)"
     )
     return schedule(name, value, {"network", "epoch", "epoch_continuous"}, why)
 
@@ -113,7 +114,7 @@ Whole = Annotated[int, whole]
 
 @dataclasses.dataclass(frozen=True)
 class ParamOptions:
-    """What may differ from layer to layer, by RETURNN's names."""
+    """The options that may differ between layers, by RETURNN's names."""
 
     optimizer: Any = None  # a dict as `create` takes it
     accum_grad_multiple_step: Whole = 0
@@ -134,7 +135,7 @@ class ParamOptions:
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """What is the same for all parameters, by RETURNN's names."""
+    """The options that apply to all parameters, by RETURNN's names."""
 
     learning_rate: NotNegative = 1.0
     dynamic_learning_rate: Annotated[Any, _dynamic_learning_rate] = None

@@ -21,7 +21,7 @@ from ...jaxprs.equations import used_inputs
 from .rows import RowOptimizer, Shared
 
 _MODULE = "jax_tpu_embedding.sparsecore.lib.nn.embedding_spec"
-_HINT = f"{how_to_install('sparsecore')} (there are wheels for Linux alone)"
+_HINT = f"{how_to_install('sparsecore')} (wheels exist for Linux only)"
 
 
 def sparsecore(
@@ -40,20 +40,20 @@ def sparsecore(
         shared = spec.next_shared(shared)
 
     SparseCore calls a function for each row that is looked up, with its gradient, its slots and
-    some scalars, the hyper-parameters. The spec makes this function of the update of ``tx``:
+    scalar hyper-parameters. The spec derives this function from the update of ``tx``:
 
-    * What ``tx`` keeps for each row becomes slot variables, in float32 and of the shape of the
-      table. Their initializers are those of ``tx``.
-    * What it keeps for all rows together (counts, running powers, injected hyper-parameters) is
+    * The slots of each row become slot variables, in float32 and of the shape of the table, with
+      the initial values of ``tx``.
+    * The state that all rows share (counts, running powers, injected hyper-parameters) is
       ``shared``, a :class:`Shared`. It is part of your training state: checkpoint it, and call
       ``next_shared`` once in each step.
-    * What it computes from that alone (schedules, bias corrections) is computed once in a step, by
-      ``get_hyperparameters(shared)``. jax-tpu-embedding calls that with its ``step=``. Give it a
-      dict of all ``shared`` by the names of the specs where there are several.
+    * Values that depend on the shared state only (schedules, bias corrections) are computed once in
+      a step, by ``get_hyperparameters(shared)``. jax-tpu-embedding passes its argument ``step``:
+      with several specs, a dict of all ``shared`` by their names.
 
-    The new rows are those that ``tx`` computes of a coalesced :class:`optzoo.SparseRows`. It is
-    proved that each row depends on itself alone, and that no other row moves. So
-    :func:`optzoo.adam`, which moves all rows, is refused; ``on_rows(adam(...))`` is not.
+    The new rows are those that ``tx`` computes from a coalesced :class:`optzoo.SparseRows`. The
+    spec proves that each row depends only on itself, and that no other row moves:
+    :func:`optzoo.adam`, which moves all rows, is an error, and ``on_rows(adam(...))`` is accepted.
 
     Example:
         >>> import optzoo
@@ -63,10 +63,10 @@ def sparsecore(
         True
 
     Args:
-        tx: any optax transformation that updates each touched row by itself.
-        width: the number of columns of the table. It is needed only if the elements of a row
-            depend on each other, as in :func:`optzoo.row_wise_adagrad`: SparseCore pads rows.
-        name: of the spec, in the names of variables; a different one for each spec of a model.
+        tx: any optax transformation that updates each touched row independently.
+        width: the number of columns of the table. It is needed only if the elements of a row depend
+            on each other, as in :func:`optzoo.row_wise_adagrad`, since SparseCore pads rows.
+        name: the name of the spec in the names of variables; unique for each spec of a model.
 
     Returns:
         A subclass of ``CustomOptimizerSpec`` with the methods ``first_shared(step=0)`` and
@@ -74,21 +74,21 @@ def sparsecore(
 
     Raises:
         ImportError: if jax-tpu-embedding is missing, or older than 0.1.0.
-        TypeError: if ``tx`` is no transformation, or ``width`` no int; in ``get_hyperparameters``,
-            if its argument is no ``Shared``.
-        ValueError: if ``tx`` does not update each touched row by itself; if a slot is not of
-            float32, does not fit the table, or starts from the parameters; if ``width`` is needed;
-            if an operation cannot be done for many rows at once.
+        TypeError: if ``tx`` is not a transformation, or ``width`` is not an int; in
+            ``get_hyperparameters``, if its argument is not a ``Shared``.
+        ValueError: if ``tx`` does not update each touched row independently; if a slot is not
+            float32, does not have the shape of the table, or is initialized from the parameters; if
+            ``width`` is needed; if an operation cannot be batched over rows.
 
     References:
-        `jax-tpu-embedding <https://github.com/jax-ml/jax-tpu-embedding>`_. Compiled for TPUs, and
-        run on a CPU: ``docs/sparsecore.md``.
+        `jax-tpu-embedding <https://github.com/jax-ml/jax-tpu-embedding>`_. Tested by compilation
+        for TPUs and by runs on a CPU: ``docs/sparsecore.md``.
     """
     check_transformation(tx=tx)
     if width is not None:
         check_size(1, width=width)
     if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"name must be that of a variable, got {name!r}")
+        raise ValueError(f"name must be a valid name of a variable, got {name!r}")
     return _spec_class()(RowOptimizer(tx, width), name)
 
 
@@ -108,7 +108,7 @@ def _spec_class() -> Any:
         )
 
     class RowOptimizerSpec(embedding_spec.CustomOptimizerSpec):
-        """A ``CustomOptimizerSpec`` whose hyper-parameters follow from a :class:`Shared`."""
+        """A ``CustomOptimizerSpec`` whose hyper-parameters are computed from a :class:`Shared`."""
 
         def __init__(self, rows: RowOptimizer, name: str):
             super().__init__(
@@ -120,12 +120,12 @@ def _spec_class() -> Any:
             self._rows = rows
 
         def first_shared(self, step: Any = 0) -> Shared:
-            """What is kept for all rows together, before the update after ``step`` others."""
+            """The shared state of all rows after ``step`` updates."""
             check_not_negative(step=step)
             return self._rows.first_shared(step)
 
         def next_shared(self, shared: Shared) -> Shared:
-            """The same after an update."""
+            """The shared state after one more update."""
             return self._rows.next_shared(_as_shared(shared, self.short_name_str))
 
         def get_hyperparameters(self, step: Any = None) -> tuple[Array, ...]:
@@ -141,14 +141,14 @@ def _as_shared(step: Any, name: str) -> Shared:
     shared = step.get(name) if isinstance(step, Mapping) else step
     if not isinstance(shared, Shared):
         raise TypeError(
-            f"step must be what first_shared() or next_shared() returned, or a dict of these by "
+            "step must be the result of first_shared() or next_shared(), or a dict of these by "
             f"the names of the specs, with {name!r}; got {step!r}"
         )
     return shared
 
 
 def _named(names: list[str], values: list[Any]) -> Any:
-    """A named tuple, whose names may not be known before."""
+    """A named tuple with names that are determined at run time."""
     return cast(Any, collections.namedtuple)("SlotVariables", names, rename=True)(*values)
 
 
@@ -158,10 +158,10 @@ def _function(rows: RowOptimizer) -> Any:
     def optzoo_update(gradient, row, *rest):
         arguments = gradient, row, *rest
         closed = jax.make_jaxpr(rows.update_row)(*arguments)
-        # Version 0.1.0 makes arguments of the constants of a jaxpr, which nobody would pass.
+        # Version 0.1.0 converts the constants of a jaxpr to arguments, which are never passed.
         constants = map(inline_constant, closed.consts)
         first, *slots = jax.core.eval_jaxpr(closed.jaxpr, list(constants), *arguments)
-        # An argument that nothing depends on would be dropped when the function is lowered.
+        # An unused argument would be dropped when the function is lowered.
         used = used_inputs(closed.jaxpr)
         for argument in (a for a, is_used in zip(arguments, used, strict=True) if not is_used):
             first = jnp.where(jnp.zeros(row.shape, bool), argument, first)

@@ -1,12 +1,12 @@
-"""Runs the program of a row on rows that are padded, all of whose arrays have the shape of a row.
+"""Runs the program of a row on padded rows, with all arrays in the shape of a row.
 
-XLA makes of the function of a row one of up to 128 rows: it puts their number in the place of the 1
-in the shapes ``(1, D)``, but not in the bounds of a slice, and not in an iota. It also refuses
-reductions of scalars, and reductions of what is selected by a constant mask. So
+XLA rewrites the function of a row as a function of up to 128 rows: it replaces the 1 in the shapes
+``(1, D)`` by their number, but not in the bounds of a slice or in an iota. It does not support
+reductions of scalars, or of values selected by a constant mask. Therefore
 
-* a number for the row, and a scalar, is an array of ``D`` equal numbers,
+* a number of the row, and a scalar, is an array of ``D`` equal numbers,
 * a sum over columns is followed by a broadcast,
-* padding is not cut off: its bits are set to those of the identity of the reduction, such as 0.
+* padding is not removed: its bits are set to those of the identity of the reduction, such as 0.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,10 @@ class RowProgram(NamedTuple):
     """The operations that compute the outputs for a row, without calls.
 
     Attributes:
-        operations: in their order.
-        inputs: of the row.
-        scalars: that are computed once in a step.
-        outputs: of the row.
+        operations: in order.
+        inputs: the inputs of the row.
+        scalars: the scalars, which are computed once in a step.
+        outputs: the outputs of the row.
     """
 
     operations: list[Operation]
@@ -45,16 +45,16 @@ def run_padded(
     """The outputs for a row.
 
     Args:
-        program: of a row.
+        program: the program of a row.
         width: its number of columns.
-        scalars: arrays of the shape of the padded row, of equal numbers.
-        values: the inputs, also of this shape.
+        scalars: arrays of equal numbers, in the shape of the padded row.
+        values: the inputs, also in this shape.
 
     Returns:
-        Arrays of the same shape, with zeros for padding; a number is in all columns.
+        Arrays of the same shape, with zeros as padding; a number is repeated in all columns.
 
     Raises:
-        NotRowWise: if an operation cannot be done in this form.
+        NotRowWise: if an operation is not supported in this form.
     """
     columns = _Columns(width, values[0].shape[1])
     known = dict(zip(program.inputs, values, strict=True))
@@ -71,7 +71,7 @@ def run_padded(
 
 
 class _Columns(NamedTuple):
-    """Those of a row."""
+    """The columns of a row."""
 
     width: int
     padded: int
@@ -81,25 +81,25 @@ class _Columns(NamedTuple):
         return tuple(shape) in ((1, self.width), (self.width,))
 
     def constant(self, a: Any) -> Any:
-        """A constant of the program in the form that it has here."""
+        """A constant of the program, in padded form."""
         if self.is_row(np.shape(a)):
             return np.pad(np.reshape(a, (1, -1)), ((0, 0), (0, self.padded - self.width)))
         return self.broadcast(a) if np.shape(a) in ((1,), (1, 1)) else a
 
     def output(self, a: Any, shape: Sequence[int]) -> Array:
-        """An output, which has a shape in the program."""
+        """An output in its padded form, from its shape in the program."""
         a = self.broadcast(a)
         return self.with_padding(a, 0) if self.is_row(shape) else a
 
     def broadcast(self, a: Any) -> Array:
-        """A row from a row, or from one number."""
+        """A row, from a row or from one number."""
         shape = (1, self.padded)
         if np.shape(a) == shape:
             return a
         return lax.broadcast_in_dim(a, shape, tuple(range(np.ndim(a))))
 
     def with_padding(self, a: Array, value: Any) -> Array:
-        """``a`` with a number as padding, whatever was there, and not one other bit changed."""
+        """``a`` with its padding replaced by a number, and all other bits unchanged."""
         if self.width == self.padded:
             return a
         is_real = np.arange(self.padded) < self.width
@@ -119,13 +119,13 @@ class _Columns(NamedTuple):
                 return [self.broadcast(operands[0])]
             if op.name in _IDENTITIES and self._can_reduce(operands[0].dtype):
                 return [self._reduced(op, operands[0])]
-        raise NotRowWise(f"`{op.name}` ({op.line}) cannot be done for many rows at once")
+        raise NotRowWise(f"`{op.name}` ({op.line}) cannot be batched over rows")
 
     def _can_reduce(self, dtype: Any) -> bool:
         return self.width == self.padded or dtype == jnp.float32
 
     def _reduced(self, op: Operation, a: Array) -> Array:
-        """A reduction over the columns of a row; or of a number, which it does not change."""
+        """A reduction over the columns of a row; a number is unchanged."""
         if not self.is_row(op.ins[0].shape):
             return a
         a = self.with_padding(a, _IDENTITIES[op.name])

@@ -22,11 +22,11 @@ _WIDTH, _ROWS, _TOUCHED = 13, 17, 3  # of the tables that are traced, and of the
 
 
 class Shared(NamedTuple):
-    """What an optimizer keeps for all rows together: its state before a step.
+    """The state that all rows of an optimizer share, before a step.
 
     Attributes:
         step: the number of updates so far.
-        arrays: counts, running powers and the like.
+        arrays: counts, running powers and similar values.
     """
 
     step: Array
@@ -34,7 +34,7 @@ class Shared(NamedTuple):
 
 
 class Refused(ValueError):
-    """An optimizer cannot run row by row on SparseCore, for a reason."""
+    """Raised if an optimizer cannot run row by row on SparseCore, with the reason."""
 
     def __init__(self, reason: str, fix: str = ""):
         text = (
@@ -44,10 +44,10 @@ class Refused(ValueError):
 
 
 class RowOptimizer:
-    """An optimizer whose update of a row depends on this row alone, and on scalars.
+    """An optimizer whose update of a row depends only on this row and on scalars.
 
     Attributes:
-        slot_names: of the arrays of its state that have a row for each row of the table.
+        slot_names: the names of the arrays that have a row for each row of the table.
     """
 
     def __init__(self, tx: optax.GradientTransformation, width: int | None):
@@ -68,7 +68,7 @@ class RowOptimizer:
         self._check_form()
 
     def initializers(self) -> list[Callable[..., Array]]:
-        """For each slot a function of a random key and of the shape of the padded table."""
+        """For each slot, a function of a random key and the shape of the padded table."""
 
         def of_slot(i):
             def init(key, shape, dtype=jnp.float32):
@@ -82,13 +82,15 @@ class RowOptimizer:
         return [of_slot(i) for i in range(len(self.slot_names))]
 
     def update_row(self, gradient: Array, row: Array, *rest: Array) -> tuple[Array, ...]:
-        """The new row and slots, all of shape ``(1, D)``, of gradient, row, slots and scalars."""
+        """The new row and slots, of shape ``(1, D)``, from gradient, row, slots and scalars."""
         num_slots = len(self.slot_names)
         padded, scalars = (gradient, row, *rest[:num_slots]), rest[num_slots:]
         width = self._known_width(row.shape[1])
         at_width = self._split if width == self._traced_width else self._split_at(width)
         if len(at_width.dtypes) != self.num_scalars:
-            raise Refused("what it computes once in a step depends on the width of the table")
+            raise Refused(
+                "the values that it computes once in a step depend on the width of the table"
+            )
         needed = scalars[: self.num_scalars]
         try:
             return tuple(run_padded(at_width.row, width, needed, padded))
@@ -96,13 +98,13 @@ class RowOptimizer:
             raise Refused(error.reason) from None
 
     def first_shared(self, step: Any) -> Shared:
-        """What is kept for all rows together before the first update."""
+        """The shared state of all rows before the first update."""
         table = jnp.zeros((1, self._traced_width), jnp.float32)
         _, arrays = self._divided(self._tx.init(table))
         return Shared(jnp.asarray(step, jnp.int32), tuple(arrays))
 
     def next_shared(self, shared: Shared) -> Shared:
-        """The same after a step."""
+        """The shared state after a step."""
         arrays = self._split.shared([shared.step, *shared.arrays])
         return Shared(shared.step + 1, tuple(arrays))
 
@@ -112,13 +114,13 @@ class RowOptimizer:
 
     @property
     def num_scalars(self) -> int:
-        """How many scalars a row needs."""
+        """The number of scalars that a row needs."""
         return len(self._split.dtypes)
 
     # Proofs and traces
 
     def _prove(self) -> tuple[list[Any], Any, list[bool]]:
-        """The paths, the structure and the rows of the state; raises unless it is row-wise."""
+        """The paths, structure and rows of the state; raises an error unless it is row-wise."""
         table = jnp.zeros((_ROWS, self._traced_width), jnp.float32)
         ids = jnp.arange(_TOUCHED)
         rows = SparseRows(ids, jnp.zeros((_TOUCHED, *table.shape[1:]), jnp.float32), _ROWS)
@@ -133,28 +135,30 @@ class RowOptimizer:
         except NotAlone as error:
             raise Refused(
                 str(error),
-                "optzoo.on_rows(...) around the optimizer makes it update touched rows alone, "
-                "which gives other values; optzoo.lazy_adam is such a version of Adam",
+                "Use optzoo.on_rows(...) around the optimizer to update touched rows only, which "
+                "gives other values; for Adam this is optzoo.lazy_adam",
             ) from None
         paths, treedef = flatten_with_path(state)
         return [path for path, _ in paths], treedef, [owner is not None for owner in owners]
 
     def _check_slots(self, names: Sequence[str]) -> None:
-        """Raises unless each slot can be stored in an array of the shape of the table."""
+        """Raises an error unless each slot can be stored in an array of the shape of the table."""
         table = jax.ShapeDtypeStruct((_ROWS, self._traced_width), jnp.float32)
         slots = lambda x: self._divided(self._tx.init(x))[0]
         jaxpr: Any = jax.make_jaxpr(slots)(table).jaxpr
         for name, v in zip(names, jaxpr.outvars, strict=True):
             shape, dtype = v.aval.shape, v.aval.dtype
             if dtype != jnp.float32:
-                raise Refused(f"its slot '{name}' is of {dtype}, and SparseCore has float32 alone")
+                raise Refused(f"its slot '{name}' is {dtype}, but SparseCore supports float32 only")
             if shape[1:] not in ((), (1,), table.shape[1:]):
                 raise Refused(f"its slot '{name}' has {shape[1:]} elements for each row")
             if any(used_inputs(jaxpr.replace(outvars=[v]))):
-                raise Refused(f"its slot '{name}' starts from the parameters, which are not known")
+                raise Refused(
+                    f"its slot '{name}' is initialized from the parameters, which are not available"
+                )
 
     def _check_rule(self) -> None:
-        """Raises if the rule for SparseRows is another than that for arrays, by an example."""
+        """Raises an error if the rules for SparseRows and for arrays differ on an example."""
         width = self._traced_width
         g, x = (jnp.cos(jnp.arange(i, i + width, dtype=jnp.float32))[None] for i in (0, 1))
 
@@ -168,10 +172,10 @@ class RowOptimizer:
         of_array, of_rows = (jax.tree.leaves(result) for result in both(g, x))
         for a, b in zip(of_array, of_rows, strict=True):
             if not jnp.allclose(a, b, rtol=1e-4, atol=1e-5):
-                raise Refused("its rule for SparseRows is another than that for arrays")
+                raise Refused("its rules for SparseRows and for arrays differ")
 
     def _check_form(self) -> None:
-        """Raises if the function of a row cannot be written without slices."""
+        """Raises an error if the function of a row cannot be written without slices."""
         padded = -(-self._traced_width // 8) * 8
         row = jax.ShapeDtypeStruct((1, padded), jnp.float32)
         number = 2 + len(self.slot_names) + self.num_scalars
@@ -220,7 +224,7 @@ def _padded(a: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _short(names: Sequence[str]) -> list[str]:
-    """Names of fields: the last part of each path, the whole path where two have the same."""
+    """Names of fields: the last part of each path, or the whole path where these are not unique."""
     last = [re.sub(r"\W", "_", name.rpartition("/")[2]) for name in names]
     whole = [re.sub(r"\W", "_", name) for name in names]
     chosen = [a if last.count(a) == 1 else b for a, b in zip(last, whole, strict=True)]

@@ -1,4 +1,4 @@
-"""Splits an update into what is computed once in a step, and what is computed for each row."""
+"""Splits an update into the part computed once in a step and the part computed for each row."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,10 +17,10 @@ class Split(NamedTuple):
     """An update in two parts.
 
     Attributes:
-        scalars: of the shared arrays: the scalars that the rows need, computed once in a step.
-        shared: of the shared arrays: these arrays after the step.
-        row: of the scalars and the inputs: the outputs for a row.
-        dtypes: of the scalars.
+        scalars: a function of the shared arrays that returns the scalars that the rows need.
+        shared: a function of the shared arrays that returns these arrays after the step.
+        row: a function of the scalars and the inputs that returns the outputs for a row.
+        dtypes: the dtypes of the scalars.
     """
 
     scalars: Callable[[Sequence[Any]], list[Any]]
@@ -43,7 +43,7 @@ def split(update: Callable[..., Any], row: Sequence[Any], shared: Sequence[Any])
     outputs, shared_outputs = graph.results[: len(row_outputs)], graph.results[len(row_outputs) :]
     of_rows, of_shared = graph.depending(inputs), graph.depending(shared_inputs)
     if of_rows.intersection(shared_outputs):
-        raise NotRowWise("what it keeps for all rows together depends on the rows")
+        raise NotRowWise("the state that all rows share depends on the rows")
 
     crosses = lambda v: v in of_shared and v not in of_rows and v.shape == ()
     each = needed(graph.operations, outputs, crosses)

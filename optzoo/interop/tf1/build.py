@@ -1,4 +1,4 @@
-"""Arrays from a plan: of parameters and state, or of a checkpoint."""
+"""Builds the arrays of a plan: of parameters and state, or of a checkpoint."""
 
 import itertools
 import math
@@ -30,8 +30,8 @@ def build_state(
 ) -> tuple[Any, Any]:
     """The parameters and the state with the arrays of a checkpoint.
 
-    What the checkpoint lacks is as ``params`` has it, or as ``init`` makes it from the loaded
-    parameters: averages and centers start there.
+    Arrays that the checkpoint lacks are those of ``params``, or of ``init`` of the loaded
+    parameters, from which averages and centers start.
     """
     of = lambda sources: {s.path: given[s.variable] for s in sources if s.variable in given}
     new_params = _fill(params, of(plan.parameters))
@@ -47,7 +47,7 @@ def build_state(
 
 
 def _all_came(state: AccumulateState) -> AccumulateState:
-    """The originals have a sum for each variable, and apply all of them."""
+    """Marks all gradients as received, since the originals apply the sums of all variables."""
     came = jax.tree.map(jnp.ones_like, state.came)
     return state._replace(came=came, inner=map_nodes(AccumulateState, _all_came, state.inner))
 
@@ -77,20 +77,20 @@ def build_variables(
 
 
 def _fill(tree: Any, values: Mapping[str, Any]) -> Any:
-    """The tree with some arrays replaced, by the names of their paths."""
+    """The tree with some arrays replaced, by path."""
     put = lambda path, old: _like(values.get(path_name(path), old), old)
     return map_with_path(put, tree)
 
 
 def _like(new: Any, old: Any) -> Any:
-    """An array where and in the dtype in which the old one is."""
+    """An array with the dtype and sharding of the old one."""
     if new is old:
         return old
     return where_it_was(jnp.asarray(new, jnp.result_type(old)), old)
 
 
 def _with_computed(state: LeafwiseState) -> LeafwiseState:
-    """With the optimizer-wide arrays that TensorFlow does not have and that follow from slots."""
+    """Adds optimizer-wide arrays that TensorFlow does not have, computed from slots."""
     shared = dict(state.shared)
     for name, compute in tf1_names(state.slots).not_in_tf1.items():
         if compute is not None and jax.tree.leaves(state.slots):
@@ -99,7 +99,7 @@ def _with_computed(state: LeafwiseState) -> LeafwiseState:
 
 
 def _split(vector: Source, value: np.ndarray) -> dict[str, np.ndarray]:
-    """The arrays of the parameters by path."""
+    """The arrays of the parameters, by path."""
     rows = math.prod(vector.shape[:-1])
     size = lambda part: math.prod(part.shape) // rows
     ends = list(itertools.accumulate(map(size, vector.parts)))

@@ -1,4 +1,4 @@
-"""Checkpoints of TensorFlow 1 as mappings from names to arrays."""
+"""Reads and writes checkpoints of TensorFlow 1 as mappings from names to arrays."""
 
 import contextlib
 import glob
@@ -20,8 +20,10 @@ from . import table
 from .parts import Parts, Slice, Stored, put_together
 
 _DATA = ".data-00000-of-00001"
-_OBJECTS = "_CHECKPOINTABLE_OBJECT_GRAPH"  # what files of tf.train.Checkpoint have
-_UNREAD = "optzoo_unfinished_save"  # in an index while it is replaced, and after a kill then
+_OBJECTS = "_CHECKPOINTABLE_OBJECT_GRAPH"  # a name in all files of tf.train.Checkpoint
+_UNREAD = (
+    "optzoo_unfinished_save"  # in an index while it is replaced, or if the process is then killed
+)
 _PART = re.compile(r"(.+)\.(?:index|meta|data-\d{5}-of-\d{5})", re.DOTALL)
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
@@ -32,7 +34,7 @@ def read(checkpoint: Checkpoint) -> dict[str, Stored]:
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
-        ImportError: if it takes TensorFlow to read it, and that is not installed.
+        ImportError: if reading needs TensorFlow, and it is not installed.
         ValueError: if a file is incomplete or damaged, or only a part of a checkpoint, or if
             ``tf.train.Checkpoint`` wrote it.
     """
@@ -46,25 +48,25 @@ def read(checkpoint: Checkpoint) -> dict[str, Stored]:
 def _refuse_objects(checkpoint: str, names: Collection[str]) -> None:
     if _OBJECTS in names:
         raise ValueError(
-            f"{checkpoint} is of tf.train.Checkpoint or Keras, which name variables by paths of "
-            "Python objects, 'layer/kernel/.ATTRIBUTES/VARIABLE_VALUE': restore it in TensorFlow "
-            "and save it by tf.compat.v1.train.Saver, or give a dict of arrays by the names of "
-            "TensorFlow 1"
+            f"{checkpoint} was written by tf.train.Checkpoint or Keras, which name variables by "
+            "paths of Python objects, 'layer/kernel/.ATTRIBUTES/VARIABLE_VALUE': restore it in "
+            "TensorFlow and save it with tf.compat.v1.train.Saver, or give a dict of arrays by "
+            "the names of TensorFlow 1"
         )
 
 
 def write(path: str | os.PathLike[str], variables: Mapping[str, Stored]) -> None:
-    """Writes an ``.npz`` file if ``path`` ends so, otherwise TensorFlow's files of that prefix.
+    """Writes an ``.npz`` file if ``path`` ends in ``.npz``, otherwise TensorFlow's files.
 
-    A process may be killed at any moment: the old checkpoint or the new one is readable, here and
-    in TensorFlow. The next save to the same path removes what a killed one left beside it.
+    If the process is killed at any time, the old or the new checkpoint is readable by this library
+    and by TensorFlow. The next save to the same path removes temporary files of a killed process.
 
     Raises:
-        ImportError: if it takes TensorFlow to write it, and that is not installed.
+        ImportError: if writing needs TensorFlow, and it is not installed.
         OSError: if the files cannot be written.
-        TypeError: if ``.npz`` cannot hold a dtype, or ``path`` is no path.
-        ValueError: if ``path`` is empty or a folder, if TensorFlow's files cannot hold a name, or
-            ``.npz`` a part of a variable.
+        TypeError: if ``.npz`` does not support a dtype, or ``path`` is not a path.
+        ValueError: if ``path`` is empty or a folder, if TensorFlow's files do not support a name,
+            or ``.npz`` does not support a part of a variable.
     """
     target = _target(path)
     write_files = _write_npz if target.endswith(".npz") else _write_prefix
@@ -82,14 +84,14 @@ def import_tensorflow() -> Any:
     """TensorFlow, version 2.
 
     Raises:
-        ImportError: if it is not installed.
+        ImportError: if TensorFlow is not installed.
     """
     try:
         return importlib.import_module("tensorflow")
     except ImportError as error:
         raise ImportError(
-            f"TensorFlow reads and writes its checkpoints: {how_to_install('tf1')}; "
-            ".npz files and mappings need none"
+            f"TensorFlow is needed to read and write its checkpoints: {how_to_install('tf1')}; "
+            ".npz files and mappings do not need it"
         ) from error
 
 
@@ -97,7 +99,7 @@ def _target(path: Any) -> str:
     """The absolute path to write to."""
     given = os.fspath(path)
     if not isinstance(given, str):
-        raise TypeError(f"path must be a str or a path, got {path!r}")
+        raise TypeError(f"path must be a string or a path, got {path!r}")
     if not os.path.basename(given) or os.path.isdir(given):
         raise ValueError(
             f"path is {given!r}, which is {'a folder' if given else 'empty'}: give the prefix of a "
@@ -108,7 +110,7 @@ def _target(path: Any) -> str:
 
 @contextlib.contextmanager
 def _scratch(folder: str) -> Iterator[str]:
-    """An empty folder for a while; what a killed process left there is removed."""
+    """A temporary empty folder; files that a killed process left in it are removed."""
     shutil.rmtree(folder, ignore_errors=True)
     os.mkdir(folder)
     try:
@@ -118,14 +120,14 @@ def _scratch(folder: str) -> Iterator[str]:
 
 
 def _write_npz(target: str, beside: str, variables: Mapping[str, Stored]) -> None:
-    prefix = "let path be the prefix of a checkpoint of TensorFlow's, without .npz"
+    prefix = "give the prefix of a TensorFlow checkpoint, without .npz, as path"
     arrays = dict[str, np.ndarray]()
     for name, value in variables.items():
         if isinstance(value, Parts) and not value.is_complete:
-            raise ValueError(f"an .npz file cannot hold {name}, a part of a variable: {prefix}")
+            raise ValueError(f"an .npz file cannot store {name}, a part of a variable: {prefix}")
         array = put_together(value) if isinstance(value, Parts) else value
         if array.dtype.kind == "V":
-            raise TypeError(f"an .npz file cannot hold {name} of dtype {array.dtype}: {prefix}")
+            raise TypeError(f"an .npz file cannot store {name} of dtype {array.dtype}: {prefix}")
         arrays[name] = array
     # np.savez cannot have an array called "file".
     with zipfile.ZipFile(whole := os.path.join(beside, "npz"), "w") as archive:
@@ -136,15 +138,18 @@ def _write_npz(target: str, beside: str, variables: Mapping[str, Stored]) -> Non
 
 
 def _write_prefix(target: str, beside: str, variables: Mapping[str, Stored]) -> None:
-    """Replaces an index and its data so that at every moment the index has the right data.
+    """Replaces an index and its data, such that the index has the right data at any time.
 
-    Two files cannot be renamed at once. But the names of the data files contain how many there
-    are, and the index knows this number. So the new data go beside the old under another number,
-    the renaming of an index for them is the moment of the change, and then the same is done once
-    more to return to the usual name.
+    Two files cannot be renamed atomically. But the names of the data files contain their number,
+    which is also stored in the index. The new data are written beside the old under another number,
+    and renaming an index for them is the atomic change; the same is then done again to return to
+    the usual name.
     """
     if "" in variables:  # at which TensorFlow would end the process
-        raise ValueError("names: TensorFlow needs a name for the array whose path is ''")
+        raise ValueError(
+            "names: TensorFlow needs a name for the array with the empty path: give one by the "
+            "argument names"
+        )
     new, index = os.path.join(beside, "new"), f"{target}.index"
     _save_v2(new, variables)
     if not os.path.exists(index):
@@ -170,15 +175,15 @@ def _write_prefix(target: str, beside: str, variables: Mapping[str, Stored]) -> 
 
 
 def _data_files(prefix: str, number: int | None = None) -> list[str]:
-    """The data files of a prefix, or those of its checkpoint in this number of files."""
+    """The data files of a prefix, or of its checkpoint in this number of files."""
     total = "[0-9]" * 5 if number is None else f"{number:05}"
     return glob.glob(f"{glob.escape(prefix)}.data-{'[0-9]' * 5}-of-{total}")
 
 
 def _with_data_files(prefix: str, beside: str, number: int) -> str:
-    """The prefix of the same checkpoint, but in this number of data files.
+    """The prefix of the same checkpoint in this number of data files.
 
-    The data stay in the first; each of the others has a variable that is not read.
+    The data are in the first file; each other file has a variable that is not read.
     """
     others = [os.path.join(beside, f"other{i}") for i in range(1, number)]
     for i, other in enumerate(others):
@@ -206,12 +211,12 @@ def _save_v2(prefix: str, variables: Mapping[str, Stored]) -> None:
 
 
 def _spec(shape: tuple[int, ...], part: Slice) -> str:
-    """What TensorFlow's operations call a slice."""
+    """The description of a slice for TensorFlow's operations."""
     return f"{' '.join(map(str, shape))} {':'.join(f'{start},{length}' for start, length in part)}"
 
 
 def _run_op(name: str, tensors: Sequence[np.ndarray], **arguments: Any) -> Any:
-    """Runs an operation of TensorFlow on files; ``tensors`` are its input, if any."""
+    """Runs a TensorFlow operation on files; ``tensors`` are its inputs, if any."""
     tf = import_tensorflow()
     v1 = tf.compat.v1
     # In a graph, since eager execution may be off where this runs beside code of TensorFlow 1.
@@ -263,7 +268,7 @@ def _read_prefix(path: str) -> dict[str, Stored]:
         )
     tf = import_tensorflow()
     decode_error = importlib.import_module("google.protobuf.message").DecodeError
-    # The reader turns some of TensorFlow's errors into Python's.
+    # The reader converts some of TensorFlow's errors to Python's.
     errors = tf.errors.OpError, IndexError, OSError, RuntimeError, TypeError, ValueError
     while True:
         before = _identity(index)
@@ -277,7 +282,7 @@ def _read_prefix(path: str) -> dict[str, Stored]:
                 names = {n for n in dtypes if n not in in_parts and not n.startswith(_UNREAD)}
                 whole = {name: np.asarray(reader.get_tensor(name)) for name in names}
                 parts = _read_parts(path, in_parts, dtypes)
-            if not in_parts or _identity(index) == before:  # all are of one save
+            if not in_parts or _identity(index) == before:  # all files are from one save
                 return whole | parts
         except ValueError:
             if _identity(index) == before:
@@ -285,7 +290,7 @@ def _read_prefix(path: str) -> dict[str, Stored]:
 
 
 def _find_slices(tables: Iterable[str]) -> dict[str, tuple[tuple[int, ...], set[Slice]]]:
-    """The shapes and slices of the variables that the files have in parts."""
+    """The shapes and slices of the variables that are stored in parts."""
     bundle = importlib.import_module("tensorflow.core.protobuf.tensor_bundle_pb2")
     saved = importlib.import_module("tensorflow.core.util.saved_tensor_slice_pb2")
     found = dict[str, tuple[tuple[int, ...], set[Slice]]]()
@@ -340,7 +345,7 @@ def _read_parts(
 
 
 def _identity(file: str) -> tuple[int, int] | None:
-    """What differs after the file is replaced."""
+    """A value that changes when the file is replaced."""
     try:
         stat = os.stat(file)
     except OSError:
@@ -350,7 +355,7 @@ def _identity(file: str) -> tuple[int, int] | None:
 
 @contextlib.contextmanager
 def _naming(path: str, *errors: type[Exception]) -> Iterator[None]:
-    """Errors of a reader, which do not all name the file, as a ``ValueError`` that does."""
+    """Converts errors of a reader to a ``ValueError`` that names the file."""
     try:
         yield
     except FileNotFoundError:

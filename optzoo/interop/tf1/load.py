@@ -48,32 +48,33 @@ def load_tf1_state(
     Args:
         tx: the optimizer, alone or in optax's chains, masks, partitions and this library's
             wrappers.
-        params: parameters, or their shapes and dtypes (``jax.ShapeDtypeStruct``).
-        checkpoint: the prefix of a checkpoint, such as ``model.ckpt-1000``, or a folder, for the
-            latest in it (TensorFlow reads it: ``pip install '.[tf1]'`` in a clone); the path of an
-            ``.npz`` file; or a mapping from names to arrays.
-        names: what TensorFlow calls a parameter: None for its path here, joined by ``/``; a
-            function of that; a dict from ours to TensorFlow's, for those that differ; or a list of
-            pairs ``(pattern, replacement)``, which ``re.sub`` applies one after the other.
+        params: the parameters, or their shapes and dtypes (``jax.ShapeDtypeStruct``).
+        checkpoint: the prefix of a checkpoint, such as ``model.ckpt-1000``, or a folder, for its
+            latest checkpoint (both need TensorFlow: ``pip install '.[tf1]'`` in a clone); the path
+            of an ``.npz`` file; or a mapping from names to arrays.
+        names: TensorFlow's names of the parameters: None for their paths, joined by ``/``; a
+            function of this name; a dict from these names to TensorFlow's, for names that differ;
+            or a list of pairs ``(pattern, replacement)``, applied by ``re.sub`` one after the
+            other.
         optimizer_name: the ``name`` of the optimizer in TensorFlow (``Adam`` for ``w/Adam`` and
-            ``w/Adam_1``), or a dict of them by patterns that match TensorFlow's whole names of
-            parameters; None to find it in the checkpoint.
-        scope: the variable scope in which the optimizer was made (``optimize`` in RETURNN), ``""``
-            for none; None to find it in the checkpoint.
-        variables: TensorFlow's names of single arrays of the state, by their paths in it:
+            ``w/Adam_1``), or a dict of these names by patterns that match TensorFlow's whole names
+            of parameters; None to find it in the checkpoint.
+        scope: the variable scope in which the optimizer was created (``optimize`` in RETURNN),
+            ``""`` for none; None to find it in the checkpoint.
+        variables: TensorFlow's names of single arrays of the state, by their paths in the state:
             ``{"0/slots/m/w": "Variable_1", "0/shared/beta1_power": "beta1_power_2"}``.
-        global_step: the number of updates made so far, or the name of the variable that has it;
-            None for ``global_step``, and where there is none, for what the beta powers tell. A
-            wrapper such as ``accumulate`` counts these steps; the optimizer in it counts its own
-            updates, which the beta powers tell. Where the checkpoint's step and its powers differ,
-            as after a restart of the optimizer, the number must be given.
-        swapped: whether a ``swapping_saver`` wrote the checkpoint: averages, or the center, in the
-            place of the parameters.
+        global_step: the number of updates so far, or the name of its variable; None for the
+            variable ``global_step`` or, if it is missing, the number computed from the beta powers.
+            For a wrapper such as ``accumulate``, the count of the inner optimizer is computed from
+            the beta powers. If step and powers differ, as after a restart of the optimizer, the
+            number must be given.
+        swapped: whether a ``swapping_saver`` wrote the checkpoint, with averages or the center
+            instead of the parameters.
         ignore: the names of variables that may be left over, such as ``["*/moving_mean"]``: ``*``
-            is any string, also with ``/`` in it, ``?`` any letter. No other variable may be left
-            over, and nothing may be missing.
-        partial: whether to keep what the checkpoint lacks as ``params`` and ``tx.init`` have it,
-            and to ignore what else is in the checkpoint. One warning lists both.
+            matches any string, including ``/``, and ``?`` any character. No other variable may be
+            left over or missing.
+        partial: whether to keep the values of ``params`` and ``tx.init`` for missing variables and
+            to ignore variables that are left over. One warning lists both.
 
     Warns:
         UserWarning: with ``partial``, if anything is missing or left over.
@@ -83,14 +84,14 @@ def load_tf1_state(
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
-        ImportError: if it takes TensorFlow to read it, and that is not installed.
-        TypeError: if ``names`` is none of its forms, ``ignore`` is a string, or ``global_step`` is
-            no int.
-        ValueError: if a file is damaged, or ``tf.train.Checkpoint`` wrote it, if the beta powers
-            are none or contradict the step, if ``partial`` finds nothing, if names are ambiguous,
-            or if anything is missing, left over, or of another shape or dtype: the message lists
-            all of it, nothing is loaded. Slots are converted to the dtype that the state keeps
-            them in; parameters are not.
+        ImportError: if reading needs TensorFlow, and it is not installed.
+        TypeError: if ``names`` has another form, ``ignore`` is a string, or ``global_step`` is not
+            an int.
+        ValueError: if a file is damaged or was written by ``tf.train.Checkpoint``, if the beta
+            powers are not powers of the betas or contradict the step, if ``partial`` finds nothing,
+            if names are ambiguous, or if anything is missing, left over, or of another shape or
+            dtype: the message lists all problems, and nothing is loaded. Slots are converted to the
+            dtypes of the state; parameters are not converted.
     """
     # Read.
     stored = files.read(checkpoint)

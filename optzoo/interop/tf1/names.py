@@ -1,4 +1,4 @@
-"""What TensorFlow 1 calls its variables."""
+"""The names of variables in TensorFlow 1."""
 
 import re
 from collections import Counter, defaultdict
@@ -22,7 +22,7 @@ GLOBAL_STEP = "global_step"
 
 
 class Choices(NamedTuple):
-    """The arguments that say how variables are called."""
+    """The arguments that determine the names of variables."""
 
     optimizer_name: OptimizerName = None
     scope: str | None = None
@@ -32,7 +32,7 @@ class Choices(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A parameter: its path here, its name in TensorFlow, and what it is."""
+    """A parameter: its path, its name in TensorFlow, and its shape and dtype."""
 
     path: str
     name: str
@@ -50,11 +50,12 @@ class NonSlot(NamedTuple):
 
 
 def name_parameters(params: Any, names: Names) -> dict[Path, Parameter]:
-    """The parameters with TensorFlow's names, by their paths.
+    """The parameters with TensorFlow's names, by path.
 
     Raises:
-        TypeError: if ``names`` is none of its forms.
-        ValueError: if a name in a dict is no parameter's, or two parameters get the same name.
+        TypeError: if ``names`` has another form.
+        ValueError: if a name in a dict is not that of a parameter, or if two parameters have the
+            same name.
     """
     leaves = leaves_with_path(params)
     rename = _renaming(names, {path_name(path) for path, _ in leaves})
@@ -64,14 +65,14 @@ def name_parameters(params: Any, names: Names) -> dict[Path, Parameter]:
         found[out_of_box(path)] = Parameter(here, rename(here), jnp.shape(x), jnp.result_type(x))
     times = Counter(parameter.name for parameter in found.values())
     if twice := [name for name, number in times.items() if number > 1]:
-        raise ValueError(f"names: several parameters get the names {sorted(twice)}")
+        raise ValueError(f"names: the names {sorted(twice)} are given to several parameters")
     return found
 
 
 def regular(
     stored: Mapping[str, Stored], owners: Mapping[Path, Parameter], choices: Choices
 ) -> Regular:
-    """The variables of a checkpoint without parts.
+    """The variables of a checkpoint, with parts merged.
 
     Raises:
         ValueError: if a variable may be the slot of several parameters.
@@ -87,14 +88,15 @@ def _renaming(names: Names, paths: set[str]) -> Callable[[str], str]:
         return names
     if isinstance(names, Mapping):
         if unknown := sorted(set(names) - paths):
-            raise ValueError(f"names: no parameter is called {unknown}; there are {sorted(paths)}")
+            raise ValueError(
+                f"names: no parameter is called {unknown}; the parameters are {sorted(paths)}"
+            )
         return lambda name: names.get(name, name)
     is_pair = lambda pair: isinstance(pair, tuple | list) and len(pair) == 2
     if isinstance(names, str) or not all(map(is_pair, names)):
         raise TypeError(
-            "names must be a function from our name of a parameter to TensorFlow's, a dict from "
-            "one to the other, or a list of pairs (pattern, replacement) for re.sub, "
-            f"got {names!r}"
+            "names must be a function or a dict from the name of a parameter to TensorFlow's, or "
+            f"a list of pairs (pattern, replacement) for re.sub, got {names!r}"
         )
 
     def substitute(name):
@@ -106,12 +108,12 @@ def _renaming(names: Names, paths: set[str]) -> Callable[[str], str]:
 
 
 class CheckpointNames:
-    """Names as they are in a checkpoint, or by default where there is none to look at.
+    """Names in a checkpoint, or default names without a checkpoint.
 
     Args:
         file: a checkpoint; None for the default names.
         parameters: the names of the parameters.
-        choices: what the caller says about names.
+        choices: the names that the caller gives.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class CheckpointNames:
             self._children[parent].add(last)
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint has it."""
+        """Whether the checkpoint has a variable."""
         return self.given is not None and name in self.given
 
     def average(self, parameter: str) -> str:
@@ -138,11 +140,11 @@ class CheckpointNames:
         return join(self.choices.scope, parameter, AVERAGE)
 
     def of_field(self, parameter: str, between: str, field: str) -> str:
-        """The slot of a parameter that has the name of its field, such as ``w/adam_m``."""
+        """The slot of a parameter that is named by its field, such as ``w/adam_m``."""
         return join(self.choices.scope, f"{parameter}{between}{field}")
 
     def are_numbered(self, by_field: Iterable[str]) -> bool:
-        """Whether slots are called ``w/Adam``, ``w/Adam_1``, ... and not by these names."""
+        """Whether slots are called ``w/Adam``, ``w/Adam_1``, ... instead of these names."""
         if self.given is None:
             return self.choices.optimizer_name is not None
         return not any(map(self.has, by_field))
@@ -152,12 +154,12 @@ class CheckpointNames:
     ) -> tuple[dict[str, str], list[str]]:
         """The name of the first slot of each parameter, such as ``scope/w/Adam``.
 
-        The others end in ``_1``, ``_2``, and so on.
+        The names of the other slots end in ``_1``, ``_2``, and so on.
 
         Args:
-            possible: of each parameter how many slots it may have.
+            possible: the possible numbers of slots of each parameter.
             last: the last part of the names, if it is not the optimizer's name.
-            hint: what a message adds if they are not found.
+            hint: text added to the message if slots are not found.
 
         Returns:
             The names by those of the parameters, and messages about parameters without slots.
@@ -170,9 +172,9 @@ class CheckpointNames:
             groups[last or self._optimizer_name(owner)][owner] = numbers
         if self.given is None and None in groups:
             raise ValueError(
-                f"optimizer_name must be what TensorFlow calls the slots of {[*groups[None]]}, the "
-                "name of the optimizer there, such as 'Adam' for w/Adam and w/Adam_1; or give "
-                "like=, a checkpoint of the graph that is to continue"
+                f"optimizer_name must be given for the slots of {[*groups[None]]}: the name of "
+                "the optimizer in TensorFlow, such as 'Adam' for w/Adam and w/Adam_1; or give "
+                "like, a checkpoint of the graph that will continue"
             )
         first, not_found = dict[str, str](), list[str]()
         for name, group in groups.items():
@@ -217,23 +219,27 @@ class CheckpointNames:
         if len({base for _, base in best}) == 1:
             best = {found for found in best if not found[0]} or best
         if len(best) > 1:
-            hidden = f", where {UNKNOWN} is any letter" if any(map(unknown, best)) else ""
+            hidden = f", where {UNKNOWN} is any character" if any(map(unknown, best)) else ""
             raise ValueError(
-                f"the slots of {[*possible]} may be those of any of {sorted(best)}{hidden}: "
-                "say scope= (the first part) or optimizer_name= (the second)"
+                f"the slots of {[*possible]} are ambiguous, they may be any of "
+                f"{sorted(best)}{hidden}: give scope (the first part) or optimizer_name (the "
+                "second)"
             )
         names = dict[str, str]()
         for scope, base in best:
             for owner, of_owner in variables[scope, base].items():
                 if len(of_owner) > 1:
                     both = " and ".join(sorted(map(self.file.in_file, of_owner)))
-                    raise ValueError(f"a slot of {owner} may be any of {both}: say variables=")
+                    raise ValueError(
+                        f"a slot of {owner} is ambiguous, it may be any of {both}: give the "
+                        "argument variables"
+                    )
                 part = 0 if UNKNOWN in scope else None
                 names[owner] = of_owner[0] if of_owner else slot_variable(scope, owner, base, part)
         return names
 
     def _series_of(self, owner: str) -> list[tuple[str, str, int]]:
-        """What lies below a parameter: the scope, the name, and how many there are of it."""
+        """The series of names below a parameter: the scope, the name, and their number."""
         found = []
         for parent, names in self._children.items():
             scope = parent.removesuffix(owner).removesuffix("/")
@@ -249,8 +255,8 @@ class CheckpointNames:
         for owner, numbers in possible.items():
             there = sorted(f"{base} ({n})" for _, base, n in self._series_of(owner))
             yield (
-                f"{join(owner, name or '...')}: {' or '.join(map(str, sorted(numbers)))} slots, "
-                f"where the checkpoint has {', '.join(there) or 'none'}{hint}"
+                f"{join(owner, name or '...')}: {' or '.join(map(str, sorted(numbers)))} slots "
+                f"are needed, the checkpoint has {', '.join(there) or 'none'}{hint}"
             )
 
     def non_slots(self, arrays: Iterable[NonSlot]) -> list[str]:
@@ -271,7 +277,7 @@ class CheckpointNames:
     def _non_slot(self, array: NonSlot, before: list[NonSlot]) -> str:
         """The variable of an array after others of the same name."""
         default = join(self.choices.scope, array.name + suffix(len(before)))
-        ambiguous = f"say which by variables={{{array.path!r}: ...}}"
+        ambiguous = f"give it by variables={{{array.path!r}: ...}}"
         if self.given is None:
             first = before[0] if before else array
             if array.value is not None and float(array.value) != float(first.value):
@@ -290,12 +296,14 @@ class CheckpointNames:
             fitting = [n for n, e in exponents.items() if e and is_integer_exponent(e)]
             if len(fitting) == 1:
                 return fitting[0]
-        raise ValueError(f"{array.path} of the state may be any of {found}: {ambiguous}")
+        raise ValueError(
+            f"{array.path} of the state is ambiguous, it may be any of {found}: {ambiguous}"
+        )
 
     def own_count(self, name: str) -> str:
-        """An optimizer's own number of updates, a float.
+        """The variable of an optimizer's own number of updates, a float.
 
-        Where that is called ``global_step``, its name is taken if there is a global step, too.
+        If it is called ``global_step`` and there is also a global step, its name has a suffix.
         """
         floating = lambda name: jnp.issubdtype((self.given or {})[name].dtype, jnp.floating)
         found = [n for n in self._called(name, 0) if floating(n)]
@@ -310,12 +318,12 @@ class CheckpointNames:
 
 
 def suffix(number: int) -> str:
-    """What TensorFlow appends to the name of the variable of this number."""
+    """The suffix that TensorFlow appends to the name of the variable with this number."""
     return f"_{number}" if number else ""
 
 
 def _series(names: set[str]) -> dict[str, int]:
-    """How many there are of each of ``Adam``, ``Adam_1``, ``Adam_2``, ..."""
+    """The length of each series of names ``Adam``, ``Adam_1``, ``Adam_2``, ..."""
     series = {}
     for name in names:
         base, _, number = name.rpartition("_")

@@ -1,8 +1,8 @@
 """Variables in parts: their files, and the names of their slots.
 
 TensorFlow 1 calls the parts of a variable ``w`` with a partitioner ``w/part_0``, ``w/part_1``, and
-so on; a checkpoint has them as slices of one variable ``w``. So it is with the slots, unless the
-optimizer was made in a variable scope: then ``slot_variable`` says how they are called.
+so on; a checkpoint has them as slices of one variable ``w``. The same holds for slots, unless the
+optimizer was created in a variable scope: ``slot_variable`` then returns their names.
 """
 
 import math
@@ -13,20 +13,20 @@ from typing import NamedTuple
 import numpy as np
 
 Slice = tuple[tuple[int, int], ...]  # for each axis where it starts, and how long it is
-# Where a file has a variable: the names and slices there, None for all of what has the name.
+# The location of a variable in a file: names and slices, None for the whole variable.
 Pieces = list[tuple[str, Slice | None]]
-UNKNOWN = "?"  # a letter of a scope that the names of its slots do not have
+UNKNOWN = "?"  # a character of a scope that is missing in the names of its slots
 
 
 class Parts(NamedTuple):
-    """Slices of a variable, in the order of their places; a file may have some of them only."""
+    """Slices of a variable, in order of position; a file may lack some of them."""
 
     shape: tuple[int, ...]  # of the whole
     values: dict[Slice, np.ndarray]
 
     @property
     def is_complete(self) -> bool:
-        """Whether they are the whole."""
+        """Whether the slices cover the whole variable."""
         sizes = (math.prod(length for _, length in part) for part in self.values)
         return sum(sizes) == math.prod(self.shape)
 
@@ -35,7 +35,7 @@ Stored = np.ndarray | Parts
 
 
 def put_together(parts: Parts) -> np.ndarray:
-    """The whole array."""
+    """The whole array, from its slices."""
     whole = np.empty(parts.shape, next(iter(parts.values.values())).dtype)
     for part, value in parts.values.items():
         whole[_index(part)] = value
@@ -47,25 +47,25 @@ def _index(part: Slice) -> tuple[slice, ...]:
 
 
 def join(*parts: str | None) -> str:
-    """A name from its parts; an empty one is none."""
+    """A name from its parts; empty parts are omitted."""
     return "/".join(part for part in parts if part)
 
 
 def slot_variable(scope: str, parameter: str, slot: str, part: int | None = None) -> str:
-    """What a checkpoint calls a slot of a parameter, or of a part of it.
+    """The name in a checkpoint of a slot of a parameter, or of a part of it.
 
-    The variable of the slot is called by its optimizer's scope, the parameter and the slot. Where
-    the parameter is a part, the checkpoint has instead the name of the whole parameter, and of the
-    slot's own name what is left after as many letters as the part's name has. Without a scope that
-    is the name of the slot. With one, the last letters of the part's name are left, too, as many
-    as the scope has: ``w/t_0/Adam`` for ``dnn``, ``w/part_0/Adam`` for ``linear``. A scope that is
-    longer than the part's name leaves its own last letters before that.
+    The name of the slot's variable consists of the optimizer's scope, the parameter and the slot.
+    If the parameter is a part, the checkpoint has the name of the whole parameter, followed by the
+    name of the slot's variable without as many leading characters as the part's name has. Without a
+    scope, the rest is the name of the slot. With a scope, it also contains the last characters of
+    the part's name, as many as the scope has: ``w/t_0/Adam`` for ``dnn``, ``w/part_0/Adam`` for
+    ``linear``. If the scope is longer than the part's name, its own last characters precede these.
 
     Source: ``_create_slot_var`` in ``tensorflow/python/training/slot_creator.py`` of TensorFlow
     1.15.5.
 
     Args:
-        scope: the variable scope in which the optimizer was made, ``""`` for none.
+        scope: the variable scope in which the optimizer was created, ``""`` for none.
         parameter: the name of the whole parameter.
         slot: the last part of the slot's name, such as ``Adam_1``.
         part: the number of the part; None for a parameter without a partitioner.
@@ -77,9 +77,9 @@ def slot_variable(scope: str, parameter: str, slot: str, part: int | None = None
 
 
 def _scope_of(parameter: str, part: int, between: str) -> str | None:
-    """The scope that ``slot_variable`` has left between a parameter and the slot's last part.
+    """The scope, from the characters that ``slot_variable`` leaves before the slot's last part.
 
-    Letters that it has not left are ``UNKNOWN``. None if this is not what it leaves.
+    Lost characters are ``UNKNOWN``. None if ``slot_variable`` does not give this name.
     """
     primary = f"{parameter}/part_{part}"
     if between.endswith(f"/{primary}"):
@@ -88,15 +88,15 @@ def _scope_of(parameter: str, part: int, between: str) -> str | None:
 
 
 def may_be(scope: str, other: str) -> bool:
-    """Whether two scopes may be the same: their known letters are."""
+    """Whether two scopes may be equal: their known characters are."""
     pairs = zip(scope, other, strict=False)
     return len(scope) == len(other) and all(UNKNOWN in (a, b) or a == b for a, b in pairs)
 
 
 class Regular(NamedTuple):
-    """The variables of a checkpoint as they would be if no parameter had a partitioner.
+    """The variables of a checkpoint, named as if no parameter had a partitioner.
 
-    A slot in a scope is called ``scope/w/Adam``, with ``UNKNOWN`` letters in the scope.
+    A slot in a scope is called ``scope/w/Adam``, with ``UNKNOWN`` characters in the scope.
     """
 
     variables: dict[str, np.ndarray]
@@ -104,14 +104,14 @@ class Regular(NamedTuple):
     incomplete: dict[str, Parts]  # parts that are no whole together
 
     def in_file(self, variable: str) -> str:
-        """What the checkpoint calls a variable."""
+        """The name of a variable in the checkpoint."""
         return ", ".join(dict.fromkeys(name for name, _ in self._pieces(variable)))
 
     def _pieces(self, variable: str) -> Pieces:
         return self.pieces.get(variable, [(variable, None)])
 
     def as_stored(self, variables: Mapping[str, np.ndarray]) -> dict[str, Stored]:
-        """Variables of the same names as the checkpoint has them."""
+        """Variables with the names, parts and dtypes of the checkpoint."""
         stored = dict[str, Stored](self.incomplete)
         for variable, value in variables.items():
             for name, part in self._pieces(variable):
@@ -125,7 +125,7 @@ class Regular(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """A variable as the slot of parts of a parameter."""
+    """An interpretation of a variable as a slot of parts of a parameter."""
 
     parameter: str
     scope: str
@@ -139,13 +139,13 @@ def make_regular(
     scope: str | None = None,
     keep: Collection[str] = (),
 ) -> Regular:
-    """Finds which variables of a checkpoint are slots of parts, and puts parts together.
+    """Finds the variables of a checkpoint that are slots of parts, and merges parts.
 
     Args:
         stored: the variables of the checkpoint.
         parameters: TensorFlow's names of the parameters.
         scope: the scope of the optimizer; None for any.
-        keep: variables that are none of these slots.
+        keep: variables that are not slots of parts.
 
     Raises:
         ValueError: if a variable may be the slot of several parameters.
@@ -169,15 +169,15 @@ def make_regular(
 def _slots_of_parts(
     names: Iterable[str], stored: Mapping[str, Stored], owners: Collection[str], scope: str | None
 ) -> dict[str, Pieces]:
-    """The slots all parts of which are among these names, as ``Regular`` calls them."""
+    """The slots with all parts among these names, by their names in ``Regular``."""
     found = defaultdict[tuple[str, str, str], dict[int, tuple[str, Slice | None]]](dict)
     for name in names:
         readings = list(_readings(name, stored, owners, scope))
         possible = {reading.parameter for reading in readings}
         if readings and len(possible := possible | _plain(name, owners, scope)) > 1:
             raise ValueError(
-                f"{name} may be a slot of any of {sorted(possible)}, since an optimizer that was "
-                "made in a variable scope calls the slots of parts so: say scope="
+                f"{name} is ambiguous, it may be a slot of any of {sorted(possible)}, as named by "
+                "an optimizer that was created in a variable scope: give the argument scope"
             )
         for parameter, left, slot, parts in readings:
             of_slot = found[parameter, left, slot]
@@ -197,7 +197,7 @@ def _slices(value: Stored) -> list[Slice | None]:
 def _readings(
     name: str, stored: Mapping[str, Stored], owners: Collection[str], scope: str | None
 ) -> Iterator[_Reading]:
-    """A variable as a slot of parts of a parameter, for each parameter for which it can be one."""
+    """The interpretations of a variable as a slot of parts, for each possible parameter."""
     own = set(_slices(stored[name]))
     for at in (at for at, letter in enumerate(name) if letter == "/" and name[:at] in owners):
         parameter, (between, _, slot) = name[:at], name[at + 1 :].rpartition("/")
@@ -205,7 +205,7 @@ def _readings(
         parts = {number: part for number, part in enumerate(slices) if part in own}
         scopes = [_scope_of(parameter, number, between) for number in parts]
         if between and set(parts.values()) == own and None not in scopes:
-            # Of a part with a longer number one letter more is unknown.
+            # For a part with a longer number, one more character is unknown.
             left = _hide(scopes[0] or "", len(f"{parameter}/part_{len(slices) - 1}/"))
             if scope is None or may_be(scope, left):
                 yield _Reading(parameter, left, slot, parts)
@@ -224,7 +224,7 @@ def _plain(name: str, owners: Collection[str], scope: str | None) -> set[str]:
 
 
 def _gather(pieces: Pieces, stored: Mapping[str, Stored]) -> np.ndarray:
-    """A whole variable from where the file has it."""
+    """A whole variable, merged from its parts in the file."""
     first, values = stored[pieces[0][0]], dict[Slice, np.ndarray]()
     for name, part in pieces:
         value = stored[name]

@@ -1,4 +1,4 @@
-"""Which variable of TensorFlow 1 holds which array of the parameters and of the state."""
+"""The mapping from arrays of the parameters and the state to variables of TensorFlow 1."""
 
 import math
 from collections import defaultdict
@@ -37,9 +37,9 @@ _HYPERPARAMS = "hyperparams"  # of optax.inject_hyperparams: the program gives t
 _COUNT = GetAttrKey("count")
 
 
-# Arrays are called by the names of their paths: ``0/slots/m/w`` of the state, ``w`` of the params.
+# Arrays are named by their paths: ``0/slots/m/w`` in the state, ``w`` in the params.
 class Source(NamedTuple):
-    """The variable that holds an array; or a vector, which has the slots of all parameters."""
+    """The variable of an array, or of a vector that contains the slots of all parameters."""
 
     path: str
     variable: str  # "" if there is none
@@ -53,12 +53,12 @@ class Source(NamedTuple):
 
 
 class Count(NamedTuple):
-    """A number of updates that TensorFlow keeps once for all, as its global step."""
+    """A number of updates that TensorFlow stores only once, as its global step."""
 
     path: str
     # The path of the wrapper around it that counts steps, and makes updates on some of them only.
     wrapper: str | None = None
-    is_global_step: bool = False  # that of replicas, who count their own steps, too
+    is_global_step: bool = False  # that of replicas, which also count their own steps
 
 
 class Plan(NamedTuple):
@@ -73,12 +73,12 @@ class Plan(NamedTuple):
 
     @property
     def saved(self) -> list[Source]:
-        """All of them."""
+        """All variables that are written."""
         return [*self.parameters, *self.arrays, *self.vectors]
 
     @property
     def read(self) -> list[Source]:
-        """Without the vectors that are not read again."""
+        """All variables that are read, without the vectors that are not."""
         return [*self.parameters, *self.arrays, *(v for v in self.vectors if v.parts)]
 
 
@@ -98,13 +98,13 @@ def make_plan(
 
     Args:
         owners: the parameters (:func:`name_parameters`).
-        state: the state of their optimizer, its slots unpacked (:func:`unpack_state`).
-        file: a checkpoint, to find there how slots are called; None to call them as TensorFlow
-            does by default.
-        choices: what the caller says about other names than those of the parameters.
+        state: the state of their optimizer, with unpacked slots (:func:`unpack_state`).
+        file: a checkpoint, in which the names of slots are found; None for TensorFlow's default
+            names.
+        choices: other names that the caller gives.
 
     Raises:
-        ValueError: if a name is ambiguous, or unknown where there is no checkpoint to find it in.
+        ValueError: if a name is ambiguous, or unknown without a checkpoint.
     """
     called = CheckpointNames(file, [owner.name for owner in owners.values()], choices)
     planner = _Planner(owners, called)
@@ -127,7 +127,7 @@ def make_plan(
 def _plan_arrays(
     found: Iterable[Source], vectors: Iterable[Source], state: Any, explicit: Mapping[str, str]
 ) -> list[Source]:
-    """The variables of the arrays of the state: those found, and those that the caller names."""
+    """The variables of the arrays of the state: found ones, and ones that the caller names."""
     leaves = leaves_with_path(state)
     sources = {source.path: source for source in (_source(path, x) for path, x in leaves)}
     sources |= {source.path: source for source in found}
@@ -141,17 +141,18 @@ def _plan_arrays(
             slots[source.variable].append(source.path)
     if shared := {name: paths for name, paths in slots.items() if len(paths) > 1}:
         raise ValueError(
-            f"several slots would share a variable: {shared}; say optimizer_name= or variables="
+            f"several slots would share a variable: {shared}; give the argument optimizer_name or "
+            "variables"
         )
     return [source for source in sources.values() if source.variable]
 
 
 class _Planner:
-    """Collects what the parts of a state need.
+    """Collects the variables that the parts of a state need.
 
     Attributes:
-        arrays: later ones of a path replace earlier ones.
-        non_slots: arrays and vectors whose variables are to be found beside others of their names.
+        arrays: the variables by path; later ones replace earlier ones.
+        non_slots: arrays and vectors whose variables have names shared with others.
     """
 
     def __init__(self, owners: Mapping[Path, Parameter], names: CheckpointNames):
@@ -164,7 +165,7 @@ class _Planner:
         self._averaged: set[str] = set()  # paths of parameters
 
     def parameters(self) -> Iterator[Source]:
-        """The variables of the parameters: of averages, if a saver swapped them."""
+        """The variables of the parameters, or of their averages if a saver swapped them."""
         for path, name, shape, dtype in self.owners.values():
             average, center = self.names.average(name), f"{CENTER}/{name}"
             if self.names.has(average):
@@ -179,13 +180,13 @@ class _Planner:
     def add(
         self, x: Any, path: Path = (), wrapper: Path | None = None, replica_part: str = ""
     ) -> None:
-        """Adds what a part of a state needs.
+        """Adds the variables that a part of a state needs.
 
         Args:
             x: the part.
-            path: of it.
+            path: the path of the part.
             wrapper: as in ``Count``.
-            replica_part: what it belongs to: a "worker", the "center", or all replicas.
+            replica_part: the owner of the part: a "worker", the "center", or all replicas.
         """
         if isinstance(x, Deferred):  # its clock follows from the count
             self.add(x.inner, (*path, GetAttrKey("inner")), wrapper, replica_part)
@@ -262,7 +263,7 @@ class _Planner:
                 self._add_non_slot(name, _source(array, value, optional=optional), value)
 
     def _slots(self, slots: Any, path: Path, is_center: bool, optional: bool) -> Iterator[_Slot]:
-        """The arrays beside each parameter, in the order of the slots' fields."""
+        """The slots of each parameter, in the order of their fields."""
         for field, tree in slots._asdict().items():
             for below, x in leaves_with_path(tree):
                 here = (*path, GetAttrKey("slots"), GetAttrKey(field), *below)
@@ -275,7 +276,7 @@ class _Planner:
                 yield _Slot(field, below, owner, _source(here, x, owner, optional))
 
     def _by_field(self, slots: list[_Slot], tf1: TF1Names) -> list[Source]:
-        """Slots whose variables have the names of their fields; none if they are numbered."""
+        """Slots whose variables have the names of their fields; empty if they are numbered."""
         if not tf1.by_field:
             return []
         named = [
@@ -290,7 +291,7 @@ class _Planner:
         return named
 
     def _add_slots(self, slots: list[_Slot], tf1: TF1Names, optional: bool) -> None:
-        """Names slots as TensorFlow does, in the order of creation: ``Adam``, ``Adam_1``, ..."""
+        """Names slots as TensorFlow does, in order of creation: ``Adam``, ``Adam_1``, ..."""
         explicit = self.names.choices.variables
         all_slots = _by_owner(slots, tf1.order)
         without = {
@@ -332,9 +333,10 @@ class _Planner:
 
 
 def _source(path: Path, x: Any, owner: Parameter | None = None, optional: bool = False) -> Source:
-    """An array without a variable yet. There, slots are of the parameters' dtype.
+    """An array without a variable yet.
 
-    All other variables are of float32, but for the global step.
+    TensorFlow's slots have the dtype of the parameters, other variables except the global step
+    float32.
     """
     name, dtype = (None, np.float32) if owner is None else (owner.name, owner.dtype)
     return Source(path_name(path), "", jnp.shape(x), jnp.result_type(x), dtype, name, optional)
@@ -361,14 +363,14 @@ def _by_owner(
 
 
 def _common_dtype(slots: Iterable[_Slot]) -> Any:
-    """That of the parameters."""
+    """The dtype that all parameters share."""
     return jnp.result_type(*([slot.owner.dtype for slot in slots] or [np.float32]))
 
 
 def _may_skip_updates(x: Any) -> bool:
-    """Whether it counts steps and keeps arrays from one to the next, around a state with a count.
+    """Whether a wrapper counts steps and stores arrays between them, around a state with a count.
 
-    Such as ``accumulate``: the optimizer in it counts its own updates, which may be fewer.
+    An example is ``accumulate``, whose inner optimizer may make fewer updates than steps.
     """
     has_count = lambda x: "count" in getattr(x, "_fields", ())
     if not has_count(x):
@@ -380,7 +382,7 @@ def _may_skip_updates(x: Any) -> bool:
 
 
 def _inside_replicas(state: ReplicaState) -> Iterator[tuple[tuple[str, ...], Any, str]]:
-    """The states of optimizers, each with the fields that lead to it and what it belongs to."""
+    """The states of optimizers, each with its fields in the path and its owner."""
     if isinstance(state, SharedParamsState):
         yield ("replicated", "inner"), state.replicated.inner, ""
         return

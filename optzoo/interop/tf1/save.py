@@ -37,9 +37,9 @@ def save_tf1_state(
 ) -> None:
     """Writes a checkpoint that ``tf.train.Saver`` of TensorFlow 1 restores.
 
-    If the process is killed, the old checkpoint or the new one is there, also where TensorFlow
-    writes it. The next save to the same path removes what else a killed one left. This does not
-    hold for a computer that loses its power.
+    If the process is killed, the old or the new checkpoint remains, also where TensorFlow writes
+    it, and the next save to the same path removes temporary files. This does not hold for power
+    failures.
 
     Example:
         >>> import tempfile
@@ -53,31 +53,31 @@ def save_tf1_state(
         ['global_step', 'w', 'w/Momentum']
 
     Args:
-        path: the prefix of the checkpoint (TensorFlow writes it), or a path that ends in
-            ``.npz``. Its folder is made if there is none.
+        path: the prefix of the checkpoint (TensorFlow writes it), or a path that ends in ``.npz``.
+            Missing folders are created.
         params: the parameters.
         state: the state of their optimizer.
         names: as for :func:`load_tf1_state`.
-        optimizer_name: the ``name`` of the optimizer in TensorFlow, as for
-            :func:`load_tf1_state`; needed unless ``like`` tells.
+        optimizer_name: the ``name`` of the optimizer in TensorFlow, as for :func:`load_tf1_state`;
+            needed unless ``like`` is given.
         scope: as for :func:`load_tf1_state`.
         variables: as for :func:`load_tf1_state`.
-        global_step: the number of updates made so far; None for the state's count: of replicas
-            their global step, otherwise the outermost count.
-        swapped: whether to put averages, or the center, in the place of the parameters, as a
+        global_step: the number of updates so far; None for the state's count: the global step of
+            replicas, otherwise the outermost count.
+        swapped: whether to write averages, or the center, instead of the parameters, as a
             ``swapping_saver``.
-        like: a checkpoint of the graph that is to continue. Names, dtypes and slices of parts are
-            taken from it, and what only it has is copied.
+        like: a checkpoint of the graph that will continue. Names, dtypes and slices of parts are
+            read from it, and other variables are copied.
 
     Raises:
-        ImportError: if it takes TensorFlow to write it, and that is not installed.
+        ImportError: if writing needs TensorFlow, and it is not installed.
         OSError: if the files cannot be written.
-        TypeError: if ``names`` is none of its forms, ``global_step`` no int, or ``.npz`` cannot
-            hold a dtype.
+        TypeError: if ``names`` has another form, ``global_step`` is not an int, or ``.npz`` does
+            not support a dtype.
         ValueError: if ``path`` is empty or a folder, if a name is unknown or ambiguous, if the
-            state has arrays that TensorFlow has not, if its outermost counts differ, if rows are
-            deferred (:func:`optzoo.rows.catch_up`), if a shape is not that in ``like``, or if an
-            ``.npz`` file would have a part of a variable.
+            state has arrays without a variable in TensorFlow, if its outermost counts differ, if
+            rows are deferred (:func:`optzoo.rows.catch_up`), if a shape differs from ``like``, or
+            if an ``.npz`` file would contain a part of a variable.
     """
     choices = Choices(optimizer_name, scope, variables or {}, swapped)
     saved, file = _build(params, state, names, choices, global_step, like)
@@ -96,7 +96,7 @@ def tf1_variables(
     swapped: bool = False,
     like: Checkpoint | None = None,
 ) -> dict[str, np.ndarray]:
-    """What :func:`save_tf1_state` writes, by TensorFlow's names; it describes the arguments.
+    """The variables that :func:`save_tf1_state` writes, by name; it describes the arguments.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -115,7 +115,7 @@ def tf1_variables(
     arrays = dict[str, np.ndarray]()
     for name, value in stored.items():
         if isinstance(value, Parts) and not value.is_complete:
-            raise ValueError(f"like has {name} in parts only, which save_tf1_state writes")
+            raise ValueError(f"like has {name} in parts: use save_tf1_state, which can write parts")
         arrays[name] = put_together(value) if isinstance(value, Parts) else value
     return arrays
 
@@ -128,7 +128,7 @@ def _build(
     global_step: int | None,
     like: Checkpoint | None,
 ) -> tuple[dict[str, np.ndarray], Regular | None]:
-    """The variables to save, and the checkpoint that says where they belong, if there is one."""
+    """The variables to save, and the checkpoint ``like``, if given."""
     check_current(state, "save_tf1_state")
     params, state = from_lines((params, state))
     owners = name_parameters(params, names)

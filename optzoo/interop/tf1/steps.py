@@ -13,7 +13,7 @@ from .powers import can_be_power, estimate_exponent, is_integer_exponent, is_los
 
 
 class Steps(NamedTuple):
-    """The counts of a state that is loaded, from a checkpoint or from the caller."""
+    """The counts of a loaded state, from a checkpoint or from the caller."""
 
     values: dict[str, int]  # by path
     used: tuple[str, ...]  # variables
@@ -44,18 +44,18 @@ def plan_steps(
 ) -> Steps:
     """Finds the counts of a state.
 
-    They are the global step. But the counts inside a wrapper that makes updates on some steps
-    only, such as ``accumulate``, are what the beta powers there tell.
+    They are the global step, except inside a wrapper that does not update in every step, such as
+    ``accumulate``: there they are computed from the beta powers.
 
     Args:
-        plan: of the other arrays.
-        state: the arrays of the initial state by path; there the powers are the betas themselves.
+        plan: the plan of the other arrays.
+        state: the arrays of the initial state by path, in which powers equal the betas.
         given: the variables of the checkpoint.
-        global_step: what the caller says about it.
+        global_step: the argument of the caller.
 
     Raises:
-        TypeError: if the global step is no int.
-        ValueError: if the global step is out of range, ambiguous, or not there by its name.
+        TypeError: if the global step is not an int.
+        ValueError: if the global step is out of range or ambiguous, or its variable is missing.
     """
     powers = [
         _Power(source, value, state[source.path])
@@ -65,8 +65,9 @@ def plan_steps(
         and value.ndim == 0
     ]
     wrong = [
-        f"betas: {source.variable} is {value}, no power of {base}, which tx has; load with the "
-        "checkpoint's betas, and continue with others if you like: the state is the same"
+        f"betas: {source.variable} is {value}, which is not a power of {base}, the beta of tx; "
+        "load with the checkpoint's betas, and continue with others if needed, as the state does "
+        "not depend on them"
         for source, value, base in powers
         if not can_be_power(value, base)
     ]
@@ -88,19 +89,19 @@ def plan_steps(
         if number is not None:
             values |= dict.fromkeys(counts, number)
         elif is_outermost:
-            missing.append("the number of updates: say global_step=")
+            missing.append("the number of updates: give the argument global_step")
         else:
             missing.append(
-                f"the number of updates at {counts}, which may be fewer than the steps: name their "
-                "variable by variables="
+                f"the number of updates at {counts}, which may be fewer than the steps: name "
+                "their variable in the argument variables"
             )
     return Steps(values, used, missing, wrong)
 
 
 def _contradictions(powers: Iterable[_Power], step: int | None) -> Iterator[str]:
-    """Messages about what these powers, of one wrapper, and the checkpoint's step cannot be.
+    """Messages about contradictions between the powers of one wrapper and the checkpoint's step.
 
-    A step that the caller gives is not among them: the powers may have another.
+    A step that the caller gives is not compared, since the powers may have another.
     """
     powers = [power for power in powers if not power.source.optional]
     told = _of_powers(powers)
@@ -109,11 +110,11 @@ def _contradictions(powers: Iterable[_Power], step: int | None) -> Iterator[str]
         is_ = f"{power.source.variable} is {power.value}"
         if power.updates is not None and step is not None and power.updates != step:
             yield (
-                f"global_step: it is {step}, and {is_}, as after {power.updates} updates; "
-                "say global_step=, the number of updates"
+                f"global_step: the checkpoint has {step}, but {is_}, as after {power.updates} "
+                "updates; give the number of updates as global_step"
             )
         elif updates is not None and is_lost_before(power.value, power.base, updates + 1):
-            yield f"betas: {is_}, which it cannot be after {updates} updates"
+            yield f"betas: {is_}, which is impossible after {updates} updates"
 
 
 def _wrapper_of(path: str, wrappers: Iterable[str | None]) -> str | None:
@@ -123,20 +124,20 @@ def _wrapper_of(path: str, wrappers: Iterable[str | None]) -> str | None:
 
 
 def _of_powers(powers: Iterable[_Power]) -> int | None:
-    """The number of updates from ``beta1_power = beta1 ** (n + 1)``, if all tell the same."""
+    """The number of updates from ``beta1_power = beta1 ** (n + 1)``, if all powers agree."""
     steps = {power.updates for power in powers} - {None}
     return steps.pop() if len(steps) == 1 else None
 
 
 def _own_count(arrays: Iterable[Source], given: Mapping[str, np.ndarray]) -> int | None:
-    """The number of updates that an optimizer has for itself, as GGT."""
+    """The number of updates that an optimizer stores itself, as GGT does."""
     is_count = lambda path: path.split("/")[-1] == "count"
     own = [given[s.variable] for s in arrays if is_count(s.path) and s.variable in given]
     return next((int(value) for value in own if value.ndim == 0 and are_whole(value)), None)
 
 
 def are_whole(values: np.ndarray, dtype: Any = np.int32) -> bool:
-    """Whether an integer dtype holds these values."""
+    """Whether an integer dtype can represent these values."""
     limits, wide = np.iinfo(dtype), np.asarray(values, np.float64)
     return bool(np.all((wide == np.round(wide)) & (limits.min <= wide) & (wide <= limits.max)))
 
@@ -144,7 +145,7 @@ def are_whole(values: np.ndarray, dtype: Any = np.int32) -> bool:
 def _find_global_step(
     wanted: int | str | None, given: Mapping[str, np.ndarray]
 ) -> tuple[int | None, tuple[str, ...]]:
-    """The global step and its variables, if the caller or the checkpoint tells."""
+    """The global step and its variables, if the caller or the checkpoint has it."""
     if wanted is not None and not isinstance(wanted, str):
         return check_step(wanted), tuple(name for name in given if name == GLOBAL_STEP)
     is_step = lambda n: given[n].shape == () and jnp.issubdtype(given[n].dtype, jnp.integer)
@@ -152,17 +153,20 @@ def _find_global_step(
     found = [n for n in given if (n == name or n.endswith(f"/{name}")) and is_step(n)]
     found = [name] if name in found else found
     if wanted is not None and not found:
-        raise ValueError(f"global_step: the checkpoint has no whole number called {wanted!r}")
+        raise ValueError(f"global_step: the checkpoint has no integer variable {wanted!r}")
     if len(found) > 1:
-        raise ValueError(f"global_step may be any of {found}: say which")
+        raise ValueError(
+            f"global_step is ambiguous, it may be any of {found}: give the name of one as "
+            "global_step"
+        )
     return (check_step(int(given[found[0]])) if found else None), tuple(found)
 
 
 def check_step(step: Any) -> int:
-    """The global step, if TensorFlow and the state can hold it.
+    """The global step, if TensorFlow and the state can represent it.
 
     Raises:
-        TypeError: if it is no int.
+        TypeError: if it is not an int.
         ValueError: if it is out of range.
     """
     try:
@@ -175,19 +179,18 @@ def check_step(step: Any) -> int:
 
 
 def step_of_state(counts: Iterable[Count], state: Mapping[str, Any]) -> int:
-    """The global step of a state that is saved; 0 if it counts nothing.
+    """The global step of a state that is saved; 0 if it has no count.
 
-    It is that of replicas, where there are some, since they also count their own steps; otherwise
-    the count. A wrapper such as ``accumulate`` counts the steps, and the optimizer in it its
-    updates: these may be fewer, and are not compared.
+    It is the global step of replicas, which also count their own steps, or otherwise the count. A
+    wrapper such as ``accumulate`` counts steps, and its inner optimizer updates, which may be fewer
+    and are not compared.
 
     Raises:
-        ValueError: if there are several counts, such as of optimizers side by side, and they
-            differ.
+        ValueError: if there are several counts, for example of parallel optimizers, that differ.
     """
     outermost = [count for count in counts if count.wrapper is None]
     of_replicas = [count for count in outermost if count.is_global_step]
     steps = {count.path: int(state[count.path]) for count in of_replicas[:1] or outermost}
     if len(set(steps.values())) > 1:
-        raise ValueError(f"the counts of the state differ: {steps}; say global_step=")
+        raise ValueError(f"the counts of the state differ: {steps}; give the argument global_step")
     return next(iter(steps.values()), 0)

@@ -1,7 +1,7 @@
-"""Tables of keys and values: the files of TensorFlow's checkpoints that list their variables.
+"""Tables of keys and values: the index files of TensorFlow's checkpoints.
 
 The format is that of `LevelDB <https://github.com/google/leveldb/blob/main/doc/table_format.md>`_.
-Checksums are not compared: TensorFlow's own reader has opened the file before.
+Checksums are not verified, since TensorFlow's reader has already opened the file.
 """
 
 import os
@@ -17,15 +17,15 @@ def entries(path: str) -> Iterator[tuple[bytes, bytes]]:
     Raises:
         IndexError: if a block is too short.
         OSError: if the file cannot be read.
-        ValueError: if it is no table, or compressed.
+        ValueError: if the file is not a table, or is compressed.
     """
     with open(path, "rb") as file:
         if file.seek(0, os.SEEK_END) < _FOOTER:
-            raise ValueError("it is too short for a table")
+            raise ValueError("the file is too short for a table")
         file.seek(-_FOOTER, os.SEEK_END)
         footer = file.read(_FOOTER)
         if not footer.endswith(_MAGIC):
-            raise ValueError("it does not end as a table does")
+            raise ValueError("the file does not have the footer of a table")
         *_, offset, size = _numbers(footer, 4)
         for _, handle in _block(file, offset, size):
             yield from _block(file, *_numbers(handle, 2))
@@ -51,7 +51,7 @@ def _number(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _block(file: BinaryIO, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]:
-    """The keys and values of a block; a key has only what differs from the one before it."""
+    """The keys and values of a block; each key is stored without its shared prefix."""
     file.seek(offset)
     data = file.read(size + 1)
     if data[size]:  # TensorFlow compresses no block

@@ -1,4 +1,4 @@
-"""The page of a race: one file with all data and with Plotly, which needs no network."""
+"""The page of a race: one HTML file with all data and with Plotly, usable offline."""
 
 import base64
 import importlib.resources
@@ -11,13 +11,13 @@ import numpy as np
 from .. import advice, report, summary
 from ..colours import HUES
 
-# At most so many points of a curve are drawn.
+# The largest number of points that are drawn for a curve.
 _POINTS = 61
 _DIGITS = 5
 
 
 def write(document: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
-    """The page as text.
+    """The page as HTML text.
 
     Args:
         document: the results of a race.
@@ -53,7 +53,7 @@ def write(document: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
 
 
 def _section(document: Mapping[str, Any], problem: str) -> dict[str, Any]:
-    """What the page says of a problem."""
+    """The section of the page about a problem."""
     return {
         "name": problem,
         "headline": report.headline(document, problem),
@@ -72,7 +72,7 @@ def _merged(document: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def data(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What the figures of the page show, for JSON."""
+    """The data of the figures of the page, for JSON."""
     families = {r["optimizer"]: r["family"] for r in document["results"]}
     known = [name for name in HUES if name in families.values()]
     others = sorted(set(families.values()) - HUES.keys())
@@ -97,7 +97,7 @@ def _problem(document: Mapping[str, Any], problem: str) -> dict[str, Any]:
 
 
 def _line(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Optimizers that coincide: their curve and losses are those of one, their times all."""
+    """One line for optimizers that coincide: curve and losses of one of them, times of all."""
     first = group[0]
     curve, seconds = first["curve"], float(np.median([r["seconds per step"] for r in group]))
     kept = _thinned(len(curve["steps"]))
@@ -129,7 +129,7 @@ def _rate(rate: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _range(curves: Sequence[Sequence[float | None]]) -> list[float]:
-    """The losses to show: a loss far above its start diverges, the axis does not follow it."""
+    """The range of losses to show, without losses far above their start, which diverge."""
     values = [v for curve in curves for v in curve if v is not None]
     starts = [curve[0] for curve in curves if curve and curve[0] is not None]
     top = min(max(values, default=1.0), 2 * max(starts, default=1.0))
@@ -149,7 +149,7 @@ def _rank_rows(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _profile(document: Mapping[str, Any], by: str) -> list[dict[str, Any]]:
-    """The profiles, the greatest area under the curve first."""
+    """The profiles, the largest area under the curve first."""
     rows = [row for row in summary.profile(document, by) if row["runs"]]
     end = max((v for row in rows for v in row["ratios"]), default=1.0)
     rows.sort(key=lambda row: -sum(math.log(2 * end / v) for v in row["ratios"]))
@@ -157,7 +157,7 @@ def _profile(document: Mapping[str, Any], by: str) -> list[dict[str, Any]]:
 
 
 def _thinned(number: int) -> list[int]:
-    """Indices of the points of a curve to draw: the ends, and even steps between."""
+    """Indices of the points of a curve to draw: the ends, and evenly spaced points between."""
     return sorted({round(i) for i in np.linspace(0, number - 1, min(number, _POINTS))})
 
 

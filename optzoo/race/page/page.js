@@ -168,13 +168,13 @@ const FIGURES = {
       y: [0, ...row.ratios.map((_, i) => (i + 1) / row.runs), row.ratios.length / row.runs],
       line: { color: colour(row.names), dash: dash(row.names), width: 1.8, shape: "hv" },
       hovertemplate: "<b>%{fullData.name}</b><br>%{y:.0%} of the runs within %{x:.3g} times the " +
-        `least ${state.axis}<extra></extra>`,
+        `smallest ${state.axis}<extra></extra>`,
     }));
     const about = rows.length ? [] : [{
       text: "no run reached a target", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5,
     }];
     const x = {
-      type: "log", title: { text: `${state.axis}, as a multiple of the least` },
+      type: "log", title: { text: `${state.axis}, relative to the smallest` },
       tickformat: "~g", ...logTicks(1, end, width - 60),
     };
     return [traces, layout({ ...x, range: [0, Math.log10(end)] },

@@ -11,7 +11,7 @@ from ...core.checks import check_flags, check_size
 
 
 class Blocks(NamedTuple):
-    """How an array is cut: each of its dimensions into equal parts, padded where necessary."""
+    """The blocks of an array: each dimension is cut into equal parts, padded where necessary."""
 
     shape: tuple[int, ...]
     dims: tuple[int, ...]  # the dimensions, of which some may have been merged
@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
 
     @property
     def factors(self) -> list[tuple[int, bool, bool]]:
-        """For each dimension its size in a block, and whether it has a matrix, or a diagonal."""
+        """For each dimension its size in a block, and whether it has a matrix or a diagonal."""
         factors = zip(self.sizes, self.full, self.diagonal, strict=True)
         return list(factors) if self.preconditioned else []
 
@@ -46,14 +46,11 @@ class Blocks(NamedTuple):
         return self._replace(shape=(n, *self.shape[1:]), dims=(n, *self.dims[1:]))
 
     def stack(self, *shape: int) -> tuple[int, ...]:
-        """The shape in which a state keeps an array of this shape for each block."""
+        """The shape in which a state stores an array of this shape for each block."""
         return shape if self.number == 1 else (self.number, *shape)
 
     def split(self, x: Array) -> Array:
-        """The blocks of parameters in a stack of shape ``(n, *shape)``, or of one without a stack.
-
-        They have the shape ``(n * number, *sizes)``.
-        """
+        """The blocks ``(n * number, *sizes)`` of a stack ``(n, *shape)`` or of one parameter."""
         stacked = x.shape[: x.ndim - len(self.shape)]
         x = x.reshape(math.prod(stacked), *self.dims)
         padded = [n * size for n, size in zip(self.parts, self.sizes, strict=True)]
@@ -76,7 +73,7 @@ class Blocks(NamedTuple):
 
 
 def as_stack(a: Array, ndim: int) -> Array:
-    """A stack of arrays with so many axes: the axes before them are one."""
+    """A stack of arrays with ``ndim`` axes: the leading axes are merged into one."""
     before = a.ndim - ndim
     return a.reshape(math.prod(a.shape[:before]), *a.shape[before:])
 
@@ -101,7 +98,7 @@ class Cutting:
         )
 
     def blocks(self, shape: tuple[int, ...]) -> Blocks:
-        """The blocks of a parameter of this shape; a scalar counts as a vector of one."""
+        """The blocks of a parameter of this shape; a scalar is treated as a vector of one."""
         largest = self.max_matrix_size
         limit = largest if self.block_size is None else min(self.block_size, largest)
         dims = shape or (1,)
@@ -124,7 +121,7 @@ def _parts(d: int, limit: int) -> int:
 
 
 def _merged(dims: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    """Neighbours multiplied up to the limit; of two or more dimensions at least two remain."""
+    """Neighbouring dimensions merged up to the limit; of two or more, at least two remain."""
     some = [d for d in dims if d != 1] or [1]
     merged = some[:1]
     for d in some[1:]:

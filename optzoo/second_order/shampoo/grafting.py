@@ -39,16 +39,16 @@ def graft(
 
     for each parameter, where :math:`d_t` and :math:`l_t` are the updates that ``direction`` and
     ``length`` give for the same gradient, and the norms are Euclidean, over the whole parameter.
-    Where :math:`\lVert d_t \rVert = 0` the update is 0. So a learning rate that is tuned for one
-    optimizer serves for another: ``graft(optzoo.ggt(1.0), optzoo.adam(1e-3))`` moves each
+    Where :math:`\lVert d_t \rVert = 0` the update is 0. A learning rate that is tuned for one
+    optimizer can be used with another: ``graft(optzoo.ggt(1.0), optzoo.adam(1e-3))`` moves each
     parameter as far as Adam does. The sign is that of ``direction``.
 
-    Norms are computed in float32 at least; an update has the dtype of :math:`d_t`. A missing
+    Norms are computed in at least float32; an update has the dtype of :math:`d_t`. A missing
     gradient (None) has no update.
 
     Row-sparse gradients are allowed where both transformations accept them. Rows that share an
     index are summed first. An update has the form of :math:`d_t`: rows or an array. The norm of
-    rows is that of the array they stand for, so :math:`l_t` may have the other form.
+    rows is that of the equivalent array, so :math:`l_t` may have the other form.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -59,9 +59,9 @@ def graft(
         [-0.0849 -0.1131] True
 
     Args:
-        direction: gives the direction. A constant factor, such as its learning rate, has no
-            effect.
-        length: gives the norm of each parameter's update.
+        direction: the transformation that determines the direction. A constant factor, such as its
+            learning rate, has no effect.
+        length: the transformation that determines the norm of each parameter's update.
 
     Raises:
         TypeError: at trace time, if a gradient is neither real floating-point nor SparseRows.
@@ -100,11 +100,11 @@ def simple_step(
     """The step of the simpler optimizer that Shampoo is grafted to, and its new slot.
 
     Args:
-        options: of Shampoo.
+        options: the options of Shampoo.
         now: the scheduled options at this step.
         b: the weighted sum of the gradients.
         g: the gradient.
-        v: the slot ``graft``: mean or sum of ``g**2``, or ``()`` where none is needed.
+        v: the slot ``graft``: mean or sum of ``g**2``, or ``()`` if it is not needed.
     """
     if not options.needs_squares:
         return b, v
@@ -118,7 +118,7 @@ def simple_step(
 
 
 def _grafted(direction: Any, length: Any) -> Any:
-    """The update of one parameter: :func:`match_norm` in float32 at least."""
+    """The update of one parameter: :func:`match_norm` in at least float32."""
     if direction is None or length is None:
         return None
     if is_rows(direction):

@@ -1,4 +1,4 @@
-"""The options of Shampoo in groups, each of which checks its own."""
+"""The options of Shampoo, in groups with their checks."""
 
 import dataclasses
 import numbers
@@ -31,7 +31,7 @@ class Scheduled:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StepValues(Scheduled):
-    """The options that may be schedules, at one step: all but ``alpha`` in float32 at least."""
+    """The options that may be schedules, at one step; all but ``alpha`` in at least float32."""
 
     t: Array  # the number of updates, this one included
     T: Any  # the number of the step, which follows the global step: 1, 2, ...
@@ -68,7 +68,7 @@ class RootOptions:
 
 @dataclasses.dataclass(eq=False)
 class UpdateOptions:
-    """What becomes of a preconditioned gradient."""
+    """The options that are applied to a preconditioned gradient."""
 
     grafting: Grafting | None
     grafting_b2: Any
@@ -125,13 +125,13 @@ class ShampooOptions:
 
 
 def check_interval(*, stagger: bool = False, **argument: Any) -> None:
-    """Checks a number of steps, given by name, which may be a schedule unless roots are staggered.
+    """Checks a number of steps, given by name; a schedule unless roots are staggered.
 
     Raises:
-        TypeError: if it is no number.
-        ValueError: if it is below 1, or no int above 1 for ``stagger``.
+        TypeError: if it is not a number.
+        ValueError: if it is below 1 or, with ``stagger``, not an int above 1.
     """
     check("at least 1", lambda v: v >= 1, schedule=True, **argument)
     [(name, interval)] = argument.items()
     if stagger and not (isinstance(interval, int) and interval > 1):
-        raise ValueError(f"{name} must be an int above 1 to stagger, got {interval!r}")
+        raise ValueError(f"{name} must be an int above 1 with stagger=True, got {interval!r}")

@@ -1,4 +1,4 @@
-"""When, where and in which batches the roots, or eigenvectors, of many matrices are computed."""
+"""Schedules and batches the computation of roots or eigenvectors of many matrices."""
 
 import functools
 import itertools
@@ -21,7 +21,7 @@ CHUNK = 2**24  # elements whose roots are computed at once: 64 matrices of 512 x
 
 
 def is_due(step: Any, interval: Any) -> Any:
-    """Whether ``step`` (1, 2, ...) is a multiple of ``interval``; the bool True if always."""
+    """Whether ``step`` (1, 2, ...) is a multiple of ``interval``; the bool True if it always is."""
     if isinstance(interval, int) and interval == 1:
         return True
     interval = jnp.asarray(interval)
@@ -44,28 +44,28 @@ def refresh(
     stagger: bool = False,
     axis_name: str | None = None,
 ) -> tuple[list[Any], Array]:
-    """The roots of stacks of matrices, refreshed where due; and how many could not be used.
+    """The roots of stacks of matrices, refreshed where due, and the number of unusable roots.
 
-    All matrices of one size and rank form one batch: the compiled program computes the roots of
-    each batch in one place, however many parameters there are.
+    All matrices of one size and rank form one batch: the size of the compiled program does not
+    depend on the number of parameters.
 
-    A root may need and give several arrays for each matrix: then ``matrices`` and ``old`` are lists
-    of tuples of stacks.
+    If a root has several arrays for each matrix as input or output, ``matrices`` and ``old`` are
+    lists of tuples of stacks.
 
     Args:
         matrices: stacks of shape ``(n, d, d)``.
-        old: their roots so far, which are kept where no refresh is due or the new root is unusable.
+        old: the previous roots, kept where no refresh is due or the new root is unusable.
         ranks: for each stack the rank of its parameter.
         root: computes the roots of a batch.
         step: the number of this step: 1, 2, ...
         interval: steps between two refreshes of a root; an int if ``stagger``.
-        stagger: whether each step refreshes a share of the roots, instead of one step all of them.
+        stagger: whether each step refreshes a share of the roots, instead of all in one step.
         axis_name: the mesh axis of replicas with equal matrices, each of which computes a share.
     """
     batches = defaultdict[tuple[int, int, frozenset[str]], list[int]](list)
     for i, (a, rank) in enumerate(zip(matrices, ranks, strict=True)):
         batches[_first(a).shape[-1], rank, varying(_first(a))].append(i)
-    # A batch depends on those before it, so what is the same on all devices comes first.
+    # Each batch depends on the previous ones, so batches that are equal on all devices come first.
     in_order = sorted(batches.items(), key=lambda item: len(item[0][-1]))
 
     def roots(old):
@@ -104,12 +104,12 @@ def refresh(
 
 
 def keep_old(old):
-    """The roots, or bases, as they are; and how many of them could not be used: none."""
+    """The old roots or bases, and 0, the number of unusable ones."""
     return old, vary_as(jnp.zeros([], jnp.int32), old)
 
 
 def _first(stacks):
-    """The first of some stacks, or the only one."""
+    """The first of several stacks, or the only one."""
     return jax.tree.leaves(stacks)[0]
 
 
@@ -119,7 +119,7 @@ def _length(stacks):
 
 
 def _replace(matrices, old, *, compute, share=None):
-    """New roots where they can be used, and how many cannot; all, or those of ``(start, size)``."""
+    """New roots where usable, and the number of unusable ones; of all, or of ``(start, size)``."""
     a = jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *matrices)
     number = _length(a)
     fresh = jnp.ones(number, bool)

@@ -1,12 +1,12 @@
 """Inverse p-th roots of stacks of symmetric positive semidefinite matrices.
 
 Every method takes a stack ``a`` of shape ``(n, d, d)``, the order ``p``, and a ridge for the
-diagonal: ``epsilon``, or if ``relative`` then ``epsilon`` times the largest eigenvalue. It returns
-the stack of ``(a + ridge I) ** (-1 / p)``, and for each matrix whether its root can be used. If a
-matrix is zero, its relative ridge is 1, and its root the identity. The pseudo-inverse has no ridge:
-eigenvalues up to what the others add have the root zero.
+diagonal: ``epsilon``, times the largest eigenvalue if ``relative``. It returns the stack of ``(a +
+ridge I) ** (-1 / p)``, and for each matrix whether its root can be used. If a matrix is zero, its
+relative ridge is 1, and its root is the identity. The pseudo-inverse adds no ridge: eigenvalues up
+to the ridge have the root zero.
 
-Whatever the method, its derivatives are those of the exact roots, by eigenvalues.
+The derivatives of every method are those of the exact roots, computed by eigenvalues.
 """
 
 import functools
@@ -33,7 +33,7 @@ matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 def by_eigh(a: Array, p: Any, epsilon: float, relative: bool) -> tuple[Array, Array]:
-    r"""By eigenvalues, :math:`V \max(\lambda + r, r)^{-1/p} V^\top`: the cheapest on the CPU."""
+    r"""By eigenvalues, :math:`V \max(\lambda + r, r)^{-1/p} V^\top`; the fastest on the CPU."""
     return _by_eigenvalues(a, functools.partial(_powers, p, epsilon, relative))
 
 
@@ -65,7 +65,7 @@ def _by_eigenvalues(a: Array, powers: Callable[[Array], Array]) -> tuple[Array, 
 
 
 def by_newton(a: Array, p: int, epsilon: float, relative: bool) -> tuple[Array, Array]:
-    """By the coupled Newton iteration, which needs matrix products only: for accelerators."""
+    """By the coupled Newton iteration, which needs matrix products only; for accelerators."""
     # Scaled to elements of about one no norm overflows. Powers of two cause no rounding.
     scale = jnp.max(jnp.abs(a), axis=(1, 2))
     scale = jnp.where(scale > 0, scale, 1) if relative else jnp.maximum(scale, epsilon)
@@ -79,28 +79,28 @@ def by_newton(a: Array, p: int, epsilon: float, relative: bool) -> tuple[Array, 
 
 
 def by_two_iterations(a: Array, p: int, epsilon: float, relative: bool) -> tuple[Array, Array]:
-    """By a square root and then by Newton, as with ``use_iterative_root`` in the original."""
+    """By a square root and the Newton iteration, as the original's ``use_iterative_root``."""
     a = _add(a, _ridge(_largest(a), epsilon, relative))
     roots, ok = jax.vmap(lambda a: _newton(_square_root(a), p // 2))(a)
     return roots, ok & _finite(roots)
 
 
 def by_backend(a: Array, p: int, epsilon: float, relative: bool) -> tuple[Array, Array]:
-    """By eigenvalues on the CPU, by Newton elsewhere."""
+    """By eigenvalues on the CPU, by the Newton iteration elsewhere."""
     eigh, newton = (lambda a, f=f: f(a, p, epsilon, relative) for f in (by_eigh, by_newton))
     return jax.lax.platform_dependent(a, cpu=eigh, default=newton)
 
 
 def _with_derivative(method: Method, change: Callable[..., Array]) -> Method:
-    """The method with the derivatives of exact roots by matrix, order and epsilon.
+    """The method with the derivatives of exact roots with respect to matrix, order and epsilon.
 
-    JAX would differentiate the eigenvectors, which do not exist where eigenvalues are equal, or
-    the iterations, which it does not in reverse.
+    JAX would differentiate the eigenvectors, whose derivatives do not exist where eigenvalues are
+    equal, or the iterations, which have no reverse-mode derivative.
     """
 
     @functools.wraps(method)
     def of_arguments(a, p, epsilon, relative):
-        # A number stays one: Newton needs an int. Programs keep these functions: no array in them.
+        # A number is kept: Newton needs an int. Programs retain these functions: no arrays.
         plain = p if isinstance(p, numbers.Real) else None
 
         @custom_jvp
@@ -120,7 +120,7 @@ def _with_derivative(method: Method, change: Callable[..., Array]) -> Method:
 
 
 def _change(ok, relative, a, order, epsilon, d_a, d_order, d_epsilon):
-    """The derivative of ``(a + ridge I) ** (-1 / order)``; any where the root is not used."""
+    """The derivative of ``(a + ridge I) ** (-1 / order)``; undefined where the root is not used."""
     values, v, turned = _turned(ok, a, d_a)
     order, epsilon = (jnp.asarray(x, a.dtype) for x in (order, epsilon))
     ridge, d_ridge = jax.jvp(
@@ -135,7 +135,7 @@ def _change(ok, relative, a, order, epsilon, d_a, d_order, d_epsilon):
 
 
 def _pseudo_change(ok, relative, a, order, epsilon, d_a, d_order, d_epsilon):
-    """The derivative of the root of the eigenvalues that are kept; the limit itself has none."""
+    """The derivative of the root of the kept eigenvalues; the threshold has no derivative."""
     values, v, turned = _turned(ok, a, d_a)
     order, power = jnp.asarray(order, a.dtype), -1 / jnp.asarray(order, a.dtype)
     kept = values > _ridge(values[:, -1:], epsilon, relative)
@@ -159,7 +159,7 @@ def _turned(ok, a, d_a):
 def _divided_differences(x: Array, power: Array) -> Array:
     """``(x**power - y**power) / (x - y)`` for all pairs, and the derivative where they are equal.
 
-    In logarithms, so that nothing is divided by a small ``x - y``.
+    Computed with logarithms, to avoid a division by a small ``x - y``.
     """
     log = jnp.log(x)
     mean, half = (log[:, :, None] + log[:, None]) / 2, (log[:, :, None] - log[:, None]) / 2
@@ -238,8 +238,8 @@ def _newton(a: Array, p: int) -> tuple[Array, Array]:
 def _square_root(a: Array) -> Array:
     """Higham, Stable Iterations for the Matrix Square Root, 1997.
 
-    It stops as the original does: at the iterate before the error grows. The first error is the
-    norm.
+    It stops as the original does: at the last iterate before the error grows. The first error is
+    the norm.
     """
     # Computed from a: within shard_map the type of a states on which axes it varies.
     identity, norm = jnp.zeros_like(a) + jnp.eye(len(a), dtype=a.dtype), jnp.linalg.norm(a)

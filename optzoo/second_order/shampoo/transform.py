@@ -1,4 +1,4 @@
-"""Shampoo as a transformation: what it keeps, and the parts of a step in their order."""
+"""Shampoo as a transformation: its slots, and the parts of a step in order."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ ByDimension = dict[tuple[int, int], Array]
 
 
 class ShampooSlots(NamedTuple):
-    """What Shampoo keeps; ``Gbar`` and ``H`` are tuples over the dimensions of a parameter."""
+    """The slots of Shampoo; ``Gbar`` and ``H`` are tuples over the dimensions of a parameter."""
 
     gbar: Signed  # weighted sum of the gradients
     Gbar: Exact  # weighted sums of their second moments; for large dimensions the diagonals only
@@ -54,7 +54,7 @@ class ShampooSlots(NamedTuple):
 
 
 class ShampooParameter(NamedTuple):
-    """One parameter during an update, in float32 at least."""
+    """One parameter during an update, in at least float32."""
 
     leaf: Leaf  # as it came
     blocks: Blocks
@@ -119,7 +119,7 @@ def _update(
     alpha: Any,
     **scheduled: Any,
 ) -> tuple[list[tuple[Any, Any]], dict[str, Array]]:
-    """The rule for :func:`treewise`: of all parameters, since their roots come in batches."""
+    """The rule for :func:`treewise`: all parameters at once, as roots come in batches."""
     works = [_begin(options, leaf, stacked) for leaf in leaves if leaf.g is not None]
     wide = wide_dtype(*(work.g for work in works))
     values = {name: jnp.asarray(v, wide) for name, v in scheduled.items()}
@@ -133,7 +133,7 @@ def _update(
 
 
 def _by_parameter(works: Sequence[ShampooParameter], arrays: ByDimension) -> list[tuple[Any, ...]]:
-    """For each parameter a tuple over its dimensions, with () where there is no array."""
+    """For each parameter a tuple over its dimensions, with () for a dimension without an array."""
     return [
         tuple(arrays.get((j, i), ()) for i in range(len(work.slots.Gbar)))
         for j, work in enumerate(works)
@@ -144,7 +144,7 @@ def _by_parameter(works: Sequence[ShampooParameter], arrays: ByDimension) -> lis
 
 
 def _begin(options: ShampooOptions, leaf: Leaf, stacked: bool) -> ShampooParameter:
-    """Rows or an array, in float32 at least, and the slots in blocks."""
+    """Rows or an array, in at least float32, and the slots in blocks."""
     g, _, s = leaf
     blocks, rows = options.cutting.blocks(g.shape[1:] if stacked else g.shape), None
     if is_rows(g) and options.allows_rows and _has_diagonal_rows(blocks):
@@ -169,7 +169,7 @@ def _has_diagonal_rows(blocks: Blocks) -> bool:
 def _statistics(
     options: ShampooOptions, now: StepValues, works: Sequence[ShampooParameter]
 ) -> tuple[ByDimension, ByDimension]:
-    """The second moments to use at this step, and those to keep."""
+    """The second moments to use at this step, and those to store."""
     is_split = lambda work: work.blocks.preconditioned
     gs = [work.blocks.split(work.g) if is_split(work) else work.g for work in works]
 
@@ -206,7 +206,7 @@ def _statistics(
 def _second_moment(
     options: ShampooOptions, now: StepValues, work: ShampooParameter, g: Array, i: int
 ) -> Array:
-    """What the gradient, in blocks, adds to the statistics of dimension ``i``."""
+    """The second moment of the gradient, in blocks, along dimension ``i``."""
     if options.roots.kl_statistics:
         for j, h in enumerate(work.slots.H):
             g = _multiply(g, h, j) if j != i and work.blocks.full[j] else g
@@ -217,7 +217,7 @@ def _second_moment(
 
 
 def _interval(options: ShampooOptions, now: StepValues, name: str) -> Any:
-    """A number of steps: an int as it was given, so that it is known; or as of this step."""
+    """A number of steps: a given int unchanged, so that it is static, or the value at this step."""
     given = getattr(options.scheduled, name)
     if is_number(given, 1):
         return 1
@@ -230,7 +230,7 @@ def _interval(options: ShampooOptions, now: StepValues, name: str) -> Any:
 def _roots(
     options: ShampooOptions, now: StepValues, works: Sequence[ShampooParameter], used: ByDimension
 ) -> tuple[ByDimension, Array]:
-    """The roots of the matrices, new where it is time; and how many could not be used."""
+    """The roots of the matrices, refreshed where due, and the number of unusable ones."""
     keys = [(j, i) for j, i in used if works[j].blocks.full[i]]
     new, num_failed = refresh(
         [used[key] for key in keys],
@@ -246,7 +246,7 @@ def _roots(
 
 
 def _root(options: RootOptions, alpha: Any, a: Array, rank: int) -> tuple[Array, Array]:
-    """The inverse roots of a stack of matrices, and which of them can be used."""
+    """The inverse roots of a stack of matrices, and a mask of the usable ones."""
     order = _order(rank, alpha, options.method)
     method = METHODS[options.method]
     a = a if options.kl_statistics else a / a.shape[-1]
@@ -261,8 +261,8 @@ def _order(rank: int, alpha: Any, method: str) -> Any:
     step = 2 if method == "two_iterations" else 1
     if abs(order / step - round(order / step)) > 1e-9:
         raise ValueError(
-            f"alpha must divide the rank {rank} of a parameter into a multiple of {step} for "
-            f"root={method!r}, got {alpha!r}: rank / alpha is {order}"
+            f"alpha must make rank / alpha a multiple of {step} for root={method!r}, got "
+            f"{alpha!r}: rank / alpha is {order} for a parameter of rank {rank}"
         )
     return round(order)
 
@@ -294,7 +294,7 @@ def _finish(
 def _sum_of_gradients(
     options: ShampooOptions, now: StepValues, work: ShampooParameter
 ) -> tuple[Array, Array]:
-    """The weighted sum of the gradients: to use, and to keep. Of rows it is the gradient."""
+    """The weighted sum of the gradients: to use, and to store. For rows it is the gradient."""
     if work.rows is not None:
         return work.g, work.slots.gbar
     weighted = now.gbar_weight * work.g
@@ -304,7 +304,7 @@ def _sum_of_gradients(
 def _preconditioned(
     blocks: Blocks, b: Array, used: Sequence[Array], roots: Sequence[Any], alpha: Any
 ) -> Array:
-    """``b`` times a root along each dimension, or times the power of a diagonal; in a stack."""
+    """``b``, in a stack, times a root or the power of a diagonal along each dimension."""
     p, power = blocks.split(b), -alpha / blocks.rank
     for i, (q, h) in enumerate(zip(used, roots, strict=True)):
         if blocks.full[i]:
@@ -323,7 +323,7 @@ def _warm_up(options: UpdateOptions, now: StepValues, p: Array, d: Array) -> Arr
 
 
 def _momentum(options: UpdateOptions, p: Array, m: Any) -> tuple[Array, Any]:
-    """The decaying sum of the steps, or with Nesterov the step after it; and the sum to keep."""
+    """The decaying sum of the steps, or Nesterov's step, and the sum to store."""
     if options.momentum is None:
         return p, m
     m = options.momentum * m + p
@@ -331,7 +331,7 @@ def _momentum(options: UpdateOptions, p: Array, m: Any) -> tuple[Array, Any]:
 
 
 def _end(work: ShampooParameter, p: Array, new: ShampooSlots) -> tuple[Any, ShampooSlots]:
-    """The update as the gradient came, and the slots as the state keeps them."""
+    """The update in the gradient's form and dtype, and the slots as the state stores them."""
     g, _, s = work.leaf
     u = saturating_cast(p, g.dtype)
     new = jax.tree.map(lambda a, b: b.reshape(a.shape), work.gathered, new)
@@ -345,7 +345,7 @@ def _end(work: ShampooParameter, p: Array, new: ShampooSlots) -> tuple[Any, Sham
 
 
 def _average(x: Array, new: Array, decay: Array, given: Any) -> tuple[Array, Array]:
-    """The weighted sum: to use, and to keep. Without decay nothing needs to be kept."""
+    """The weighted sum: to use, and to store. Without decay nothing is stored."""
     if is_number(given, 0):
         return new, x
     total = x + new if is_number(given, 1) else decay * x + new
@@ -375,7 +375,7 @@ def _in_blocks(blocks: Blocks, slots: ShampooSlots) -> ShampooSlots:
 
 
 def _map_rows(f: Callable[..., Array], rows: SparseRows, *slots: ShampooSlots) -> ShampooSlots:
-    """``f(rows, *)`` of the slots that have rows; the others are those of the last slots."""
+    """``f(rows, *)`` applied to slots with rows; the other slots are those of the last argument."""
     new, of_rows = slots[-1], functools.partial(f, rows)
     return ShampooSlots(
         gbar=slots[0].gbar,
@@ -387,7 +387,7 @@ def _map_rows(f: Callable[..., Array], rows: SparseRows, *slots: ShampooSlots) -
 
 
 def _map_diagonal(f: Callable[..., Array], rows: SparseRows, *diagonals: Array) -> Array:
-    """``f(rows, *)`` of vectors over all rows, or of stacks of them with one for each block."""
+    """``f(rows, *)`` applied to vectors over all rows, or to stacks of a vector per block."""
     if diagonals[0].ndim == 1:
         return f(rows, *diagonals)
     # With the same ids for all blocks XLA would transpose, and so copy, the stack.

@@ -184,8 +184,8 @@ def test_the_rate_is_rounded_and_may_be_a_schedule():
 REFUSED = {
     "unknown": (("EXACT_ROWWISE_ADAGRAD", {"epsilom": 1}), TypeError, "no argument 'epsilom'"),
     "of lookups": (("EXACT_SGD", {"pooling_mode": 1}), TypeError, "no argument 'pooling_mode'"),
-    "madgrad": ((EmbOptimType.MADGRAD, {}), ValueError, "FBGEMM has no code of it"),
-    "deprecated": (("EmbOptimType.SGD", {}), ValueError, "deprecated: take EXACT_SGD"),
+    "madgrad": ((EmbOptimType.MADGRAD, {}), ValueError, "FBGEMM does not implement it"),
+    "deprecated": (("EmbOptimType.SGD", {}), ValueError, "deprecated in FBGEMM: use EXACT_SGD"),
     "none": (("EmbOptimType.NONE", {}), ValueError, "optax.set_to_zero"),
     "mode": (
         ("EXACT_ROWWISE_ADAGRAD", {"weight_decay_mode": "L3"}),
@@ -200,12 +200,12 @@ REFUSED = {
     "no definition": (
         ("EXACT_ROWWISE_ADAGRAD", {"weight_decay_mode": "COUNTER"}),
         ValueError,
-        "weight_decay_mode='COUNTER' and counter_based_regularization belong together",
+        "weight_decay_mode='COUNTER' needs counter_based_regularization, and vice versa",
     ),
     "no mode": (
         ("EXACT_ROWWISE_ADAGRAD", {"cowclip_regularization": {}}),
         ValueError,
-        "weight_decay_mode='COWCLIP' and cowclip_regularization belong together",
+        "weight_decay_mode='COWCLIP' needs cowclip_regularization, and vice versa",
     ),
     "field": (
         (
@@ -270,13 +270,16 @@ WARNED = {
     "betas": (("EXACT_ROWWISE_ADAGRAD", {"beta1": 0.5}), "ignores beta1=0.5"),
     "decay without mode": (
         ("EXACT_ROWWISE_ADAGRAD", {"weight_decay": 0.1}),
-        "weight_decay=0.1 does nothing with weight_decay_mode='NONE'",
+        "weight_decay=0.1 has no effect with weight_decay_mode='NONE'",
     ),
     "max_norm of counters": (
         ("EXACT_ROWWISE_ADAGRAD", {**COUNTED, "max_norm": 1.0}),
-        "max_norm=1.0 does nothing with weight_decay_mode='COUNTER'",
+        "max_norm=1.0 has no effect with weight_decay_mode='COUNTER'",
     ),
-    "rounding": (("EXACT_SGD", {"stochastic_rounding": True}), "rounded to the nearest"),
+    "rounding": (
+        ("EXACT_SGD", {"stochastic_rounding": True}),
+        "16-bit tables are rounded to nearest",
+    ),
     "growing rows": (
         (
             "EXACT_ROWWISE_ADAGRAD",
@@ -286,7 +289,7 @@ WARNED = {
     ),
     "grad_sum_decay": (
         ("EXACT_ROWWISE_ADAGRAD", {**COUNTED, CLASS_OF_COUNTER: {"grad_sum_decay": "CTR_DECAY"}}),
-        "grad_sum_decay does nothing",
+        "grad_sum_decay has no effect",
     ),
     "cowclip": (
         ("EXACT_ROWWISE_ADAGRAD", {"weight_decay_mode": "COWCLIP", "cowclip_regularization": {}}),
@@ -303,7 +306,7 @@ WARNED = {
                 },
             },
         ),
-        "COWCLIP with ADAGRADW decays nothing",
+        "COWCLIP with ADAGRADW has no decay",
     ),
 }
 

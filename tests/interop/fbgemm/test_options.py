@@ -69,7 +69,7 @@ BESIDE = {
 CORRECTION = "extra_optimizer_config: use_rowwise_bias_correction needs the optimizer ADAM, got "
 # The text of the error or the warning, where an argument has no other effect.
 REFUSED = {
-    **{(name, "stochastic_rounding"): "stochastic_rounding does nothing here" for name in READ},
+    **{(name, "stochastic_rounding"): "stochastic_rounding has no effect" for name in READ},
     **{(n, "extra_optimizer_config"): f"{CORRECTION}{n}" for n in READ if n != "ADAM"},
 }
 
@@ -90,7 +90,7 @@ def test_each_argument(optimizer):
         value = VALUES.get(option, 0.3)
         if option not in read:
             got = observed(optimizer, **{option: value})
-            assert got == f"{optimizer} ignores {option}={value!r}, here and in FBGEMM"
+            assert got == f"{optimizer} ignores {option}={value!r}, as in FBGEMM"
             continue
         beside = {k: v for k, v in BESIDE.get(option, {}).items() if k in read}
         if (names := str(beside)) not in seen:
@@ -155,7 +155,7 @@ OF = {
 }
 # The text where a field is refused, or warned of.
 REFUSED_FIELDS = {
-    "grad_sum_decay": "grad_sum_decay does nothing: no code of FBGEMM reads it",
+    "grad_sum_decay": "grad_sum_decay has no effect: FBGEMM does not read it",
     **{
         field: f"extra_optimizer_config: {field} changes lookups, not the optimizer"
         for field in FIELDS["extra_optimizer_config"]

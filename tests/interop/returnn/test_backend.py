@@ -284,7 +284,7 @@ def test_the_log_names_what_runs(monkeypatch):
         ({"log_grad_norm": -1}, ValueError, "log_grad_norm must be .*got -1"),
         ({"dynamic_learning_rate": 0.5}, TypeError, "dynamic_learning_rate must be a dict or a"),
         ({"dynamic_learning_rate": lambda epoch: epoch}, TypeError, "must take \\*\\*kwargs"),
-        ({"dynamic_learning_rate": lambda network, **_: 1}, ValueError, "which only TensorFlow"),
+        ({"dynamic_learning_rate": lambda network, **_: 1}, ValueError, "which need TensorFlow"),
         ({"dynamic_learning_rate": {"decay": 0.5}}, ValueError, "keys interval and decay"),
         ({"grad_clip": 1.0}, ValueError, "gradient_clip"),
         ({"optimizer_epsilon": 1e-8}, ValueError, "ignored by RETURNN's JAX backend: write eps"),
@@ -293,7 +293,7 @@ def test_the_log_names_what_runs(monkeypatch):
         ({"optimizer": {**DECAY, MODULES: [int]}}, ValueError, "got <class 'int'>"),
         ({"optimizer": {**SGD, "weight_decay": 0.1}}, TypeError, "has no argument 'weight_decay'"),
         ({"optimizer": {**DECAY, CHECK: len}}, TypeError, f"has no argument '{CHECK}'"),
-        ({"optimizer": {**DECAY, CHECK: len}, "backend": "torch"}, ValueError, "torch's modules"),
+        ({"optimizer": {**DECAY, CHECK: len}, "backend": "torch"}, ValueError, "torch modules"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
 )

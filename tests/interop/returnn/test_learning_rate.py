@@ -106,7 +106,7 @@ def test_scores_of_zero():
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ({"learning_rates": "[0.1] * 3"}, TypeError, "is not evaluated"),
+        ({"learning_rates": "[0.1] * 3"}, TypeError, "strings are not evaluated"),
         ({"learning_rates": {"1": 0.1}}, TypeError, "map epochs to numbers"),
         ({"learning_rates": [None]}, TypeError, "map epochs to numbers"),
         ({"learning_rate": "fast"}, TypeError, "learning_rate must be a number"),

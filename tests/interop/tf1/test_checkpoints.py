@@ -208,7 +208,7 @@ def test_paths_that_cannot_be_written(ending, tmp_path):
     for path in ("", f"{tmp_path}/", tmp_path / f"folder{ending}"):
         with pytest.raises(ValueError, match=r"path is '.*', which is (empty|a folder): give the"):
             write(path)
-    with pytest.raises(TypeError, match=r"path must be a str or a path, got b'm'"):
+    with pytest.raises(TypeError, match=r"path must be a string or a path, got b'm'"):
         write(b"m")
     (tmp_path / "file").write_text("")
     for path in (tmp_path / f"file/m{ending}", f"/dev/null/m{ending}"):
@@ -225,7 +225,7 @@ def test_errors_of_tensorflow_name_the_path(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         tf1_files._save_v2(str(tmp_path / "file" / "m"), {"w": np.zeros(1)})
-    with pytest.raises(ValueError, match=r"names: .* a name for the array whose path is ''"):
+    with pytest.raises(ValueError, match=r"names: .* a name for the array with the empty path"):
         tf1_files.write(tmp_path / "n", {"": np.zeros(1)})
 
 
@@ -296,7 +296,7 @@ def test_tensorflow_is_needed_for_its_own_files_only(monkeypatch, tmp_path, thei
         tf1_files.write(tmp_path / "m", {"w": np.zeros(1)})
     tf1_files.write(tmp_path / "m.npz", {"w": np.zeros(1)})
     assert tf1_files.read(tmp_path / "m.npz").keys() == {"w"}
-    with pytest.raises(TypeError, match=r"cannot hold w of dtype bfloat16"):
+    with pytest.raises(TypeError, match=r"cannot store w of dtype bfloat16"):
         tf1_files.write(tmp_path / "m.npz", {"w": np.zeros(1, jnp.bfloat16)})
 
 
@@ -410,9 +410,9 @@ def test_names_are_a_dict_a_function_or_patterns(names):
 
 def test_wrong_names():
     tx = optzoo.adam(0.1)
-    with pytest.raises(ValueError, match=r"no parameter is called \['v'\]; there are"):
+    with pytest.raises(ValueError, match=r"no parameter is called \['v'\]; the parameters are"):
         load_tf1_state(tx, PARAMS, {}, {"v": "w"})
-    with pytest.raises(ValueError, match=r"several parameters get the names \['w'\]"):
+    with pytest.raises(ValueError, match=r"names \['w'\] are given to several parameters"):
         load_tf1_state(tx, PARAMS, {}, {"enc/bias": "w"})
     with pytest.raises(TypeError, match="names must be a function"):
         load_tf1_state(tx, PARAMS, {}, ["enc/", ""])
@@ -428,12 +428,12 @@ def test_the_error_lists_all_that_does_not_fit():
     with pytest.raises(ValueError) as error:
         load_tf1_state(optzoo.adam(0.1), PARAMS, saved)
     assert str(error.value).splitlines() == [
-        "the checkpoint does not fit, nothing is loaded:",
+        "the checkpoint does not fit, and nothing was loaded:",
         "  missing: w, for w",
         "  missing: beta2_power, for 0/shared/beta2_power",
-        "  dtype: enc/bias is float64 in the checkpoint, float32 here",
-        "  shape: enc/kernel is (2, 3) in the checkpoint, (3, 2) here",
-        "  shape: w/Adam_1 is (2,) in the checkpoint, (4,) here",
+        "  dtype: enc/bias is float64 in the checkpoint, but must be float32",
+        "  shape: enc/kernel is (2, 3) in the checkpoint, but must be (3, 2)",
+        "  shape: w/Adam_1 is (2,) in the checkpoint, but must be (4,)",
         "  left over: other",
     ]
     # Another shape is an error however much is loaded.
@@ -448,9 +448,9 @@ def test_a_table_with_more_rows_than_in_the_checkpoint():
     with pytest.raises(ValueError) as error:
         load_tf1_state(tx, more, saved, global_step=0)
     assert str(error.value).splitlines()[1:] == [
-        "  shape: w is (3, 2) in the checkpoint, (8, 2) here: load 3 rows, and add more by "
-        "optzoo.growing.resize_table",
-        "  shape: w/Momentum is (3, 2) in the checkpoint, (8, 2) here",
+        "  shape: w is (3, 2) in the checkpoint, but must be (8, 2): load 3 rows, and add more "
+        "with optzoo.growing.resize_table",
+        "  shape: w/Momentum is (3, 2) in the checkpoint, but must be (8, 2)",
     ]
     params, state = load_tf1_state(tx, {"w": jnp.zeros((3, 2))}, saved, global_step=0)
     params, state = optzoo.growing.resize_table(params, state, {"w": 8}, tx=tx)
@@ -462,14 +462,16 @@ def test_a_part_is_loaded_on_request():
     params, state, saved = saved_adam()
     lost = ("w", "w/Adam", "w/Adam_1")
     some = {name: value for name, value in saved.items() if name not in lost} | {"x": np.ones(1)}
-    with pytest.raises(ValueError, match=r"partial=True passes over it:\n  missing: w, for w"):
+    with pytest.raises(
+        ValueError, match=r"partial=True skips these variables:\n  missing: w, for w"
+    ):
         load_tf1_state(tx, PARAMS, some)
     with pytest.warns(UserWarning) as told:
         new_params, new_state = load_tf1_state(tx, PARAMS, some, partial=True)
     assert [str(one.message).splitlines() for one in told] == [
         [
-            "partial=True: what is missing stays as params and tx.init have it, and what is left "
-            "over is not loaded:",
+            "partial=True: missing variables keep the values of params and tx.init, and variables "
+            "left over are not loaded:",
             "  missing: w, for w",
             "  missing: w/Adam, for 0/slots/m/w",
             "  missing: w/Adam_1, for 0/slots/v/w",
@@ -493,13 +495,15 @@ def test_a_part_is_loaded_on_request():
 
 def test_the_slots_of_another_optimizer_are_refused():
     *_, saved = saved_adam()
-    missing = r"missing: w/\.\.\.: 1 slots, where the checkpoint has Adam \(2\)"
+    missing = r"missing: w/\.\.\.: 1 slots are needed, the checkpoint has Adam \(2\)"
     with pytest.raises(ValueError, match=missing):
         load_tf1_state(optzoo.momentum(0.1, 0.9), PARAMS, saved)
-    with pytest.raises(ValueError, match=r"missing: w/Adagrad: 2 slots, .* Adam \(2\)"):
+    with pytest.raises(ValueError, match=r"missing: w/Adagrad: 2 slots are needed, .* Adam \(2\)"):
         load_tf1_state(optzoo.adam(0.1), PARAMS, saved, optimizer_name="Adagrad")
     amsgrad = optzoo.amsgrad(0.1)
-    with pytest.raises(ValueError, match=r"3 slots, where .* has none; RETURNN's AMSGrad gives"):
+    with pytest.raises(
+        ValueError, match=r"3 slots are needed, .* has none; RETURNN's AMSGrad does not name"
+    ):
         load_tf1_state(amsgrad, {"w": jnp.ones(2)}, {"w": np.ones(2, np.float32)})
 
 
@@ -508,7 +512,9 @@ def test_slots_of_several_optimizers_are_ambiguous():
     params, state, saved = saved_adam()
     other = {n.replace("/Adam", "/Nadam"): v + 1 for n, v in saved.items() if "/Adam" in n}
     both = saved | other
-    with pytest.raises(ValueError, match=r"\[\('', 'Adam'\), \('', 'Nadam'\)\].*optimizer_name="):
+    with pytest.raises(
+        ValueError, match=r"\[\('', 'Adam'\), \('', 'Nadam'\)\].*optimizer_name \(the second\)"
+    ):
         load_tf1_state(tx, PARAMS, both)
     chosen = {"optimizer_name": {".*": "Adam"}, "ignore": ["*/Nadam", "*/Nadam_1"]}
     loaded = load_tf1_state(tx, PARAMS, both, **chosen)
@@ -524,7 +530,7 @@ def test_scopes_are_found():
     assert {"optimize/enc/kernel/Adam_1", "optimize/beta1_power", "w"} < saved.keys()
     assert_same(load_tf1_state(tx, PARAMS, saved), (params, state))
     twice = saved | {n.replace("optimize/", "again/"): v + 0 for n, v in saved.items()}
-    with pytest.raises(ValueError, match=r"say scope="):
+    with pytest.raises(ValueError, match=r"give scope \(the first part\)"):
         load_tf1_state(tx, PARAMS, twice)
     loaded = load_tf1_state(tx, PARAMS, twice, scope="optimize", ignore=["again/*"])
     assert_same(loaded, (params, state))
@@ -542,7 +548,7 @@ def test_powers_of_several_optimizers():
     labels = {"enc": "one", "w": "other"}
     tx = optax.partition({"one": one, "other": other}, labels)
     params, state = trained(tx)
-    with pytest.raises(ValueError, match=r"is one of several beta1_power: say which by variables="):
+    with pytest.raises(ValueError, match=r"is one of several beta1_power: give it by variables="):
         tf1_variables(params, state, optimizer_name="Adam")
     power = "inner_states/other/inner_state/0/shared/beta{}_power"
     second = {power.format(i): f"beta{i}_power_1" for i in (1, 2)}
@@ -551,7 +557,7 @@ def test_powers_of_several_optimizers():
     assert_same(load_tf1_state(tx, PARAMS, saved), (params, state))  # each base has one that fits
     assert_same(load_tf1_state(tx, PARAMS, saved, variables=second), (params, state))
     alone = {array: "beta1_power" for array in second}
-    with pytest.raises(ValueError, match=r"differ, and both are beta1_power"):
+    with pytest.raises(ValueError, match=r"differ, but both are saved as beta1_power"):
         tf1_variables(params, state, optimizer_name="Adam", variables=alone)
     odd = saved | {"beta1_power": saved["beta1_power_1"] * np.float32(0.9)}
     with pytest.raises(ValueError, match=r"may be any of \['beta1_power', 'beta1_power_1'\]"):
@@ -579,7 +585,7 @@ def test_the_step_is_found():
     for stored, step in ((saved, None), (saved, 7), (renamed, "step")):
         with pytest.raises(ValueError, match=r"left over: other$"):
             load_tf1_state(tx, PARAMS, stored | {"other": np.ones(3)}, global_step=step)
-    with pytest.raises(ValueError, match=r"has no whole number called 'steps'"):
+    with pytest.raises(ValueError, match=r"has no integer variable 'steps'"):
         load_tf1_state(tx, PARAMS, renamed, global_step="steps")
     for step in (-1, 2**31, 2**31 + 1):
         with pytest.raises(ValueError, match=rf"global_step must be in \[0, 2\*\*31\), got {step}"):
@@ -606,18 +612,24 @@ def test_an_unknown_step_is_an_error():
     params, state = trained(optzoo.momentum(0.1, 0.9))
     saved = tf1_variables(params, state, optimizer_name="Momentum")
     del saved["global_step"]
-    with pytest.raises(ValueError, match=r"missing: the number of updates: say global_step="):
+    with pytest.raises(
+        ValueError, match=r"missing: the number of updates: give the argument global_step"
+    ):
         load_tf1_state(optzoo.momentum(0.1, 0.9), PARAMS, saved)
     saved = saved_adam()[2]
     del saved["global_step"]
     saved["beta1_power"] = saved["beta1_power"] * np.float32(0.9)  # they differ
-    with pytest.raises(ValueError, match=r"missing: the number of updates: say global_step="):
+    with pytest.raises(
+        ValueError, match=r"missing: the number of updates: give the argument global_step"
+    ):
         load_tf1_state(optzoo.adam(0.1), PARAMS, saved)
 
 
 @pytest.mark.parametrize("partial", [False, True])
 def test_other_betas_are_refused(partial):
-    with pytest.raises(ValueError, match=r"betas: beta1_power is 0\.6\d*, no power of 0\.3"):
+    with pytest.raises(
+        ValueError, match=r"betas: beta1_power is 0\.6\d*, which is not a power of 0\.3"
+    ):
         load_tf1_state(optzoo.adam(0.1, b1=0.3), PARAMS, saved_adam()[2], partial=partial)
 
 
@@ -626,7 +638,7 @@ def test_other_betas_are_refused(partial):
 def test_spoilt_powers_are_refused(value, partial):
     *_, saved = saved_adam()
     saved["beta1_power"] = np.asarray(value, np.float32)
-    with pytest.raises(ValueError, match=r"nothing is loaded:\n  betas: beta1_power is "):
+    with pytest.raises(ValueError, match=r"nothing was loaded:\n  betas: beta1_power is "):
         load_tf1_state(optzoo.adam(0.1), PARAMS, saved, partial=partial)
 
 
@@ -640,9 +652,7 @@ def test_powers_of_zero(base, value, steps):
     saved = {name: np.asarray(x) for name, x in saved.items()}
     assert counts(load_tf1_state(optzoo.adam(0.1, b1=base), PARAMS, saved)[1]) == {steps}
     saved["beta1_power"] = np.asarray(0.25, np.float32)
-    with pytest.raises(
-        ValueError, match=r"beta1_power is 0\.25, (no power of|which no power of) 0"
-    ):
+    with pytest.raises(ValueError, match=r"beta1_power is 0\.25, which is not a power of 0"):
         load_tf1_state(optzoo.adam(0.1, b1=base), PARAMS, saved)
 
 
@@ -651,7 +661,7 @@ def test_a_step_that_contradicts_the_powers_is_refused(global_step):
     tx, (*_, saved) = optzoo.adam(0.1), saved_adam()
     saved["global_step"] = np.asarray(7)
     match = (
-        r"global_step: it is 7, and beta1_power is 0\.65\d*, as after 3 updates; say global_step="
+        r"global_step: the checkpoint has 7, but beta1_power is 0\.65\d*, as after 3 updates; give"
     )
     with pytest.raises(ValueError, match=match):
         load_tf1_state(tx, PARAMS, saved, global_step=global_step, partial=True)
@@ -686,7 +696,7 @@ def test_counts_that_are_no_whole_numbers_are_refused(value):
     saved = tf1_variables(params, state)
     saved["global_step_1"] = np.asarray(value, np.float32)
     for found in (saved, {n: v for n, v in saved.items() if n != "global_step"}):
-        with pytest.raises(ValueError, match=r"value: global_step_1 is .*, int32 here"):
+        with pytest.raises(ValueError, match=r"value: global_step_1 is .*, but must be int32"):
             load_tf1_state(tx, PARAMS, found, partial=True)
 
 
@@ -694,10 +704,14 @@ def test_a_part_of_nothing_is_refused(theirs):
     tx, saved = optzoo.adam(0.1), saved_adam()[2]
     other = {f"other/{n}": value for n, value in saved.items() if n != "global_step"}
     for found in ({}, other, {"global_step": saved["global_step"]}):
-        with pytest.raises(ValueError, match=r"partial=True: the checkpoint has none of .* names="):
+        with pytest.raises(
+            ValueError, match=r"partial=True: the checkpoint has none of .* the argument names"
+        ):
             load_tf1_state(optzoo.momentum(0.1, 0.9), PARAMS, found, partial=True, global_step=3)
     powers = {n: value for n, value in saved.items() if n.endswith("_power")}
-    with pytest.raises(ValueError, match=r"partial=True: the checkpoint has none of .* names="):
+    with pytest.raises(
+        ValueError, match=r"partial=True: the checkpoint has none of .* the argument names"
+    ):
         load_tf1_state(tx, PARAMS, {**other, **powers}, partial=True)
     for ending in (".index", ".data-00000-of-00001"):
         with pytest.raises(
@@ -862,7 +876,9 @@ def test_an_optimizer_counts_its_own_updates_among_more_steps():
         loaded = load_tf1_state(tx, PARAMS, some, partial=True)[1]
     assert loaded.count == 7 and counts(loaded.inner) == {3}
     del saved["global_step"]  # the powers tell the updates, not the steps
-    with pytest.raises(ValueError, match=r"missing: the number of updates: say global_step="):
+    with pytest.raises(
+        ValueError, match=r"missing: the number of updates: give the argument global_step"
+    ):
         load_tf1_state(tx, PARAMS, saved, variables=SUMS)
 
 
@@ -870,7 +886,7 @@ def test_the_number_of_updates_among_more_steps_is_not_guessed():
     tx = optzoo.accumulate(optzoo.momentum(0.1, 0.9), 2)
     params, state = trained(tx, steps=7)
     saved = tf1_variables(params, state, optimizer_name="Momentum", variables=SUMS)
-    match = r"missing: the number of updates at \['inner/0/count'\], .* variables="
+    match = r"missing: the number of updates at \['inner/0/count'\], .* in the argument variables"
     with pytest.raises(ValueError, match=match):
         load_tf1_state(tx, PARAMS, saved, variables=SUMS)
     named = SUMS | {"inner/0/count": "updates"}
@@ -900,7 +916,9 @@ def test_a_single_array_as_parameters():
     lost = {n: v for n, v in saved.items() if n != "moment1"}
     with pytest.raises(ValueError, match=r"missing: moment1, for 0/slots/moment1"):
         load_tf1_state(tx, params, lost, {"": "w"})
-    with pytest.raises(ValueError, match=r"shape: grad_buffer is \(2, 3\) .*, \(4, 3\) here"):
+    with pytest.raises(
+        ValueError, match=r"shape: grad_buffer is \(2, 3\) .*, but must be \(4, 3\)"
+    ):
         load_tf1_state(optzoo.ggt(0.1, window=4), params, saved, {"": "w"})
 
 
@@ -1035,14 +1053,14 @@ def test_arrays_without_a_tensorflow_variable():
 
 def test_arguments_that_saving_needs(theirs):
     params, state = trained(optzoo.adam(0.1))
-    with pytest.raises(ValueError, match=r"optimizer_name must be what TensorFlow calls the slots"):
+    with pytest.raises(ValueError, match=r"optimizer_name must be given for the slots"):
         tf1_variables(params, state)
     with pytest.raises(ValueError, match=r"slots of \['w'\]"):
         tf1_variables(params, state, optimizer_name={"enc/.*": "Adam"})
     like = tf1_variables(params, state, optimizer_name="A") | {"learning_rate": np.float32(0.1)}
     assert tf1_variables(params, state, like=like)["learning_rate"] == np.float32(0.1)
-    with pytest.raises(ValueError, match=r"w is \(3,\) in like, \(4,\) here"):
+    with pytest.raises(ValueError, match=r"w has shape \(3,\) in like, but \(4,\) in the state"):
         tf1_variables(params, state, like=like | {"w": np.zeros(3)})
     nothing = {n: v for n, v in like.items() if "/A" not in n}
-    with pytest.raises(ValueError, match=r"w/\.\.\.: 2 slots, where the checkpoint has none"):
+    with pytest.raises(ValueError, match=r"w/\.\.\.: 2 slots are needed, the checkpoint has none"):
         tf1_variables(params, state, like=nothing)
