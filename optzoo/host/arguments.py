@@ -92,7 +92,7 @@ def check_table(
     if not isinstance(sharding, RowSharding):
         raise TypeError(f"sharding must be an optzoo.sharded.RowSharding, got {sharding!r}")
     if mesh is None:
-        raise ValueError("sharding is for the devices of a mesh: give mesh=, too")
+        raise ValueError("sharding needs a mesh: give mesh=, too")
     check_mesh(mesh, sharding)
     if sharding.num_rows != places:
         raise ValueError(

@@ -293,7 +293,7 @@ WRONG = {
     "sharding": (
         {"sharding": optzoo.sharded.RowSharding(CACHE, 2)},
         ValueError,
-        "sharding is for the devices of a mesh",
+        "sharding needs a mesh",
     ),
 }
 

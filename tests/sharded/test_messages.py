@@ -323,7 +323,7 @@ def test_arguments(options, error, match):
     s = optzoo.sharded.RowSharding(ROWS, 4, multiple=16)
     with pytest.raises(error, match=match):
         optzoo.sharded_minimize(loss, optzoo.lazy_adam(), mesh_of(4), {"users": s}, **options)
-    with pytest.raises(ValueError, match="is for the devices of a mesh: give mesh="):
+    with pytest.raises(ValueError, match="needs a mesh: give mesh="):
         optzoo.minimize(loss, optzoo.lazy_adam(), **options)
 
 

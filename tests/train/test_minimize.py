@@ -77,7 +77,7 @@ def caught_up_adam():
 def test_arguments_of_a_mesh_need_one():
     wrong = {"tables": {"table": None}, "capacity_factor": None, "max_norm": 1.0, "transport": "f2"}
     for name, value in wrong.items():
-        with pytest.raises(ValueError, match=f"{name}={value!r} is for the devices of a mesh"):
+        with pytest.raises(ValueError, match=f"{name}={value!r} needs a mesh: give mesh="):
             optzoo.minimize(loss, optzoo.lazy_adam(), **{name: value})
     with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got 4"):
         optzoo.minimize(loss, optzoo.lazy_adam(), mesh=4)

@@ -508,7 +508,7 @@ def test_sharded_tables_need_an_update_inside():
     tables = {"w": optzoo.sharded.RowSharding(64, 8, axis_name="data", multiple=1)}
     loss = lambda params, ids: jnp.mean(optzoo.lookup(params["w"], ids))
     params = put(arrays(0), mesh)
-    with pytest.raises(ValueError, match=r"optzoo\.divide_states divides an update outside"):
+    with pytest.raises(ValueError, match=r"optzoo\.divide_states divides the update outside"):
         step = optzoo.minimize(loss, tx, mesh=mesh, tables=tables)
         step(params, tx.init(params), jnp.arange(8))
 
