@@ -827,7 +827,7 @@ def test_refused():
         slots_dtype(momentum, "int8", packed=True)
     with pytest.raises(ValueError, match="in 8 bits already"):
         slots_dtype(slots_dtype(momentum, "int8"), "int8").init(jnp.ones(SHAPE))
-    with pytest.raises(TypeError, match="slots_dtype, but for int8"):
+    with pytest.raises(TypeError, match="slots_dtype except int8"):
         optzoo.caught_up(slots_dtype(momentum, "int8"), dense=True)
 
     class Unsaid(NamedTuple):

@@ -139,7 +139,9 @@ REFUSING = {
 def test_what_refuses_rows_is_named(name):
     """Not the whole, of which it may be a small part."""
     refusing, tx = REFUSING[name]
-    with pytest.raises(ValueError, match=f"are read: {refusing} in tx does not support row-sparse grad"):
+    with pytest.raises(
+        ValueError, match=f"are read: {refusing} in tx does not support row-sparse grad"
+    ):
         trace(tx, sparse="require")
 
 
@@ -150,7 +152,10 @@ def test_what_refuses_rows_is_named(name):
 def test_what_refuses_rows_of_lookups_is_named(name, given):
     """They cannot be dense."""
     refusing, tx = REFUSING[name]
-    what = rf"^{refusing} in tx does not support row-sparse gradients, but .* gives one to parameter 'a'"
+    what = (
+        rf"^{refusing} in tx does not support row-sparse gradients, but optzoo.lookup or "
+        "sparse='require' gives one to parameter 'a'"
+    )
     with pytest.raises(ValueError, match=what):
         trace(tx, **given)
 
@@ -177,7 +182,10 @@ def test_each_table_has_what_refuses_its_rows():
 @pytest.mark.parametrize("name", REFUSE_ROWS)
 def test_an_optimizer_that_takes_no_rows_gets_dense_gradients(name):
     tx, some = REFUSE_ROWS[name], ["b"] if name == "a group" else ["a", "b"]
-    message = "of '{}' is dense, although .*: (optax.\\w+|a transformation) in tx does not support row-sparse"
+    message = (
+        "of '{}' is dense, although .*: (optax.\\w+|a transformation) in tx does not support "
+        "row-sparse gradients"
+    )
     with pytest.warns(DenseGradientWarning) as seen:
         trace(tx)
     assert [str(w.message).split("'")[1] for w in seen] == some
