@@ -51,7 +51,7 @@ class OnMesh(NamedTuple):
         if mesh is None:
             for name, value in given.items():
                 if value != _DEFAULTS[name]:
-                    raise ValueError(f"{name}={value} needs a mesh: give mesh=, too")
+                    raise ValueError(f"{name}={value!r} needs a mesh: give mesh=, too")
             return None
         check_axes(mesh, (), "")
         tables = given.pop("tables") or {}
@@ -153,7 +153,7 @@ class OnMesh(NamedTuple):
         """
         if self.tables:
             raise ValueError(
-                f"tables={dict(self.tables)} needs a step inside of shard_map, but "
+                f"tables={dict(self.tables)!r} needs a step inside of shard_map, but "
                 "optzoo.divide_states divides the update outside of it: use only one of the two"
             )
         leaves, treedef = jax.tree.flatten(shares)

@@ -317,7 +317,9 @@ def test_sharded_tables_in_lines():
     same(y["emb"], optzoo.sharded.create_table(new, mesh, rows_of, lines=True))
     for array in y["emb"].value, optzoo.get_slot(state, "m")["emb"].value:
         assert array.sharding.is_equivalent_to(NamedSharding(mesh, new.spec), array.ndim)
-    with pytest.raises(ValueError, match="do not fill lines of 64 rows: give multiple=128"):
+    with pytest.raises(
+        ValueError, match="are not a multiple of the 64 rows of a line: give multiple=128"
+    ):
         f(shardings={"emb": (old, optzoo.sharded.RowSharding(200, 2, multiple=1))})
 
 

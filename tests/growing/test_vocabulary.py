@@ -142,7 +142,7 @@ def test_nothing_is_counted_when_an_id_turns_out_not_to_be_hashable():
         (lambda: Vocabulary(4.0), TypeError, "capacity must be an int"),
         (lambda: Vocabulary(4, admit_after=0), ValueError, "admit_after must be at least 1"),
         (lambda: Vocabulary(4, evict_after=0), ValueError, "evict_after must be at least 1"),
-        (lambda: Vocabulary(4).grow(3), ValueError, "at least the present one, 4, got 3"),
+        (lambda: Vocabulary(4).grow(3), ValueError, "at least 4, the present capacity, got 3"),
         (lambda: Vocabulary.from_state_dict({}), ValueError, "it lacks"),
     ],
 )

@@ -229,13 +229,13 @@ TUPLE = jnp.arange(8.0), jnp.arange(8.0)  # a table and a kernel
         # A tuple of parameters is like that of parameters and state.
         ("'0/1' may belong to several parameters", (TUPLE, LAZY.init(TUPLE)), {"0": ALONE}, TUPLE),
         (
-            "in another axis than the first",
+            "in an axis other than the first",
             {"emb": jnp.ones((2, 8, 3))},
             {"emb": ALONE},
             {"emb": jnp.ones((8, 3))},
         ),
         (
-            "in another axis than the first",
+            "in an axis other than the first",
             {"emb": jnp.ones(8)},
             {"emb": ALONE},
             {"emb": jnp.ones((8, 8))},

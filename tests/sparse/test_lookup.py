@@ -606,7 +606,7 @@ def test_elsewhere_it_is_indexing(compile):
 def test_ids_out_of_range(bad):
     ids, loss = jnp.array([0, bad]), lambda table, ids: jnp.sum(lookup(table, ids))
     for look in (lookup, optzoo.value_and_grad(loss)):
-        with pytest.raises(IndexError, match=rf"\[0, 6\) or be 6 for padding, got {bad}"):
+        with pytest.raises(IndexError, match=rf"\[0, 6\), or 6 for padding, got {bad}"):
             look(TABLE, ids)
     rows = jax.jit(lookup)(TABLE, ids)
     np.testing.assert_array_equal(rows[0], TABLE[0])
