@@ -393,7 +393,9 @@ def test_what_comes_with_a_step():
     run = lambda fn, params, state, *batch, **options: jax.eval_shape(
         optzoo.sharded_minimize(fn, tx, mesh, tables, **options), params, state, *batch
     )
-    with pytest.raises(ValueError, match=r"batch\[1\] has 14 examples, which the 4 devices"):
+    with pytest.raises(
+        ValueError, match=r"batch\[1\] has 14 examples, which cannot be divided among the 4 devices"
+    ):
         run(loss, params, state, batch[0], batch[1][:14], batch[2])
     _, other = shapes(optzoo.adagrad(0.1), mesh, s)
     with pytest.raises(StateError, match=r"AdamSlots\(m, v\).*AdagradSlots"):
