@@ -344,7 +344,7 @@ def test_a_learning_rate_that_nothing_reads(name, inner):
         return
     update(tx, learning_rate=None)
     argument = {"groups": "the group 'table'", "graft": "length"}.get(name, "inner")
-    with pytest.raises(TypeError, match=f"learning_rate, but nothing in {argument} reads it"):
+    with pytest.raises(TypeError, match=f"learning_rate, but {argument} does not use it"):
         call()
     # The fix that the error names.
     rate = optzoo.transforms.scale_by_learning_rate(0.1)

@@ -368,7 +368,7 @@ def test_a_saved_state_of_other_numbers(part, dtype):
     """Without an error its updates would be complex, or slots that integers round."""
     first, *others = jax.tree.map(np.asarray, STATES[ADAM])
     changed = jax.tree.map(lambda a: a.astype(dtype), getattr(first, part))
-    with pytest.raises(ValueError, match=rf"saved has .* at '0/{part}.*', where the state has"):
+    with pytest.raises(ValueError, match=rf"saved has .* at '0/{part}.*', but the state has"):
         optzoo.state.state_like((first._replace(**{part: changed}), *others), STATES[ADAM])
 
 

@@ -105,7 +105,7 @@ class MappedTable(Table):
         return found
 
     def write(self, ids: np.ndarray, rows: list[np.ndarray]) -> None:
-        """Like :meth:`Table.write`; the journal saves each row of a flush before its first change."""
+        """Like :meth:`Table.write`; the journal saves rows of a flush before the first change."""
         old = ids[~self.is_saved[ids]]
         if len(old):
             self.journal.append(self.number, old, [a[old] for a in self.arrays])

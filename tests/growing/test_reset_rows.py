@@ -225,7 +225,7 @@ def test_several_tables(sharded):
         ({"init": 0.0}, TypeError, "init must be a function of ids or a dict"),
         ({"init": lambda ids: jnp.ones((len(ids), 3))}, ValueError, "rows of shape (6, 2) for 6"),
         ({"tx": None}, TypeError, "tx must be an optax transformation"),
-        ({"tx": optzoo.momentum(0.1, 0.9)}, StateError, "the state does not fit"),
+        ({"tx": optzoo.momentum(0.1, 0.9)}, StateError, "the state does not match"),
         ({"shardings": 3}, TypeError, "shardings must be a dict from patterns"),
         (
             {"shardings": {"emb": 3}},

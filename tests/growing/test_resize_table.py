@@ -410,9 +410,9 @@ def test_collected_rows_that_are_dropped_are_forgotten():
         ({"init": {"x": rows_of}}, ValueError, "init: no parameter matches ['x']"),
         ({"init": lambda ids: jnp.ones((len(ids), 3))}, ValueError, "rows of shape (3, 2) for 3"),
         ({"tx": None}, TypeError, "tx must be an optax transformation"),
-        ({"tx": optzoo.momentum(0.1, 0.9)}, StateError, "the state does not fit"),
-        ({"state": LAZY().init({"emb": jnp.ones(5)})}, StateError, "the state does not fit"),
-        ({"state": LAZY().init(params(MORE))}, StateError, "the state does not fit"),
+        ({"tx": optzoo.momentum(0.1, 0.9)}, StateError, "the state does not match"),
+        ({"state": LAZY().init({"emb": jnp.ones(5)})}, StateError, "the state does not match"),
+        ({"state": LAZY().init(params(MORE))}, StateError, "the state does not match"),
         (
             {"shardings": {"emb": 3}},
             TypeError,

@@ -285,7 +285,7 @@ def test_a_folder_of_something_else(tmp_path, name):
     with pytest.raises(error, match=message):
         optzoo.host.HostTable(**given).init(others())
     other = {"w": jnp.ones(3)}
-    with pytest.raises(StateError, match=r"parameter 'w' of shape \[8\] and dtype float32, and"):
+    with pytest.raises(StateError, match=r"parameter 'w' of shape \[8\] and dtype float32, but"):
         store = opened(tmp_path)
         store.init(other)
     store.close()

@@ -288,7 +288,7 @@ WRONG = {
     "short vocabulary": (
         {"vocabulary": optzoo.growing.Vocabulary(7)},
         ValueError,
-        "vocabulary has 7 rows, and table 'table' 60",
+        "vocabulary has 7 rows, but table 'table' has 60",
     ),
     "sharding": (
         {"sharding": optzoo.sharded.RowSharding(CACHE, 2)},
@@ -325,7 +325,7 @@ def test_processes_that_share_a_mesh_are_refused():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments, "check_axes", lambda *_: 2)
-        with pytest.raises(ValueError, match="HostTable is for one process"):
+        with pytest.raises(ValueError, match="HostTable supports one process only"):
             optzoo.host.HostTable(table(), adam(), CACHE, mesh=Mesh())
 
 

@@ -209,7 +209,7 @@ def test_parameters_to_evaluate():
     got = optzoo.eval_params(params, state)
     jax.tree.map(lambda a, x: np.testing.assert_allclose(a, x - 0.5, rtol=1e-6), got, start)
 
-    remedy = r"give params, state = optzoo\.nnx_split\(model, optimizer\)"
+    remedy = r"use params, state = optzoo\.nnx_split\(model, optimizer\)"
     for state in (nnx.state(optimizer), optimizer):
         with pytest.raises(
             TypeError, match=rf"that of tx, got an nnx\.(State|Optimizer): .*{remedy}"

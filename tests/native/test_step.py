@@ -1112,7 +1112,7 @@ def test_arguments():
 
 def test_a_wrong_state_is_the_same_error():
     tx, params = optzoo.adam(0.1), arrays(0)
-    with pytest.raises(ValueError, match="the state does not fit this transformation"):
+    with pytest.raises(ValueError, match="the state does not match this transformation"):
         optzoo.native_step(tx)(params, optzoo.momentum(0.1, 0.9).init(params), arrays(1))
 
 

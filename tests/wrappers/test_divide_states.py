@@ -516,5 +516,5 @@ def test_sharded_tables_need_an_update_inside():
 def test_axes_of_two_kinds():
     types = (AxisType.Auto, AxisType.Explicit)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
-    with pytest.raises(ValueError, match="automatic, and other axes of the mesh are explicit"):
+    with pytest.raises(ValueError, match="automatic, but other axes of the mesh are explicit"):
         divide(optzoo.adam(0.1)).init(put(arrays(0), mesh))

@@ -539,7 +539,7 @@ def test_a_policy_that_looks_into_packed_slots_is_told():
     )
     packed = slots_dtype(tx, "bfloat16", packed=True)
     x = params()["table"]
-    with pytest.raises(AttributeError, match=r"packed or rounded at random .* no field 'm'"):
+    with pytest.raises(AttributeError, match=r"packed or stochastically rounded .* no field 'm'"):
         packed.update(ROWS["table"], packed.init(x), x)
 
 
@@ -633,9 +633,9 @@ def test_derivatives_pass_through_slots_packed_in_float32(make):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_derivatives_through_words_are_refused(dtype, options):
     g, tx = np.ones(8, "float32"), slots_dtype(optzoo.adam(0.1), dtype, **options)
-    with pytest.raises(TypeError, match=r"packed in 16 bits .* no derivative.*packed=False"):
+    with pytest.raises(TypeError, match=r"packed 16-bit slots .* no derivative.*packed=False"):
         jax.eval_shape(jax.grad(after_two_steps(tx)), g)
-    with pytest.raises(TypeError, match="packed in 16 bits"):
+    with pytest.raises(TypeError, match="packed 16-bit slots"):
         jax.eval_shape(lambda g: jax.jvp(after_two_steps(tx), (g,), (g,)), g)
 
 
