@@ -89,10 +89,13 @@ def changed(change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda adam: adam["slots"].pop("m"), r"saved has \['kernel'\] at 'inner_states', which"),
+        (
+            lambda adam: adam["slots"].pop("m"),
+            r"saved has \['kernel'\] at 'inner_states', but the state does not",
+        ),
         (
             lambda adam: adam.update(more=np.ones(2)),
-            r"saved has \['kernel'\] at 'inner_states', which",
+            r"saved has \['kernel'\] at 'inner_states', but the state does not",
         ),
     ],
 )
@@ -124,7 +127,9 @@ def test_groups_that_may_be_exchanged_are_refused():
     saved = jax.tree.map(np.asarray, {"inner_states": {"w": None, "b": None}})
     one = like.inner_states["group_0"]
     saved["inner_states"] = {"w": one, "b": one}
-    with pytest.raises(ValueError, match=r"several parts of saved at 'inner_states' fit 'group_0'"):
+    with pytest.raises(
+        ValueError, match=r"several parts of saved at 'inner_states' match 'group_0'"
+    ):
         state_like(saved, like)
 
 

@@ -79,7 +79,9 @@ def test_arguments_of_a_mesh_need_one():
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=f"{name}={value!r} needs a mesh: give mesh="):
             optzoo.minimize(loss, optzoo.lazy_adam(), **{name: value})
-    with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got 4"):
+    with pytest.raises(
+        TypeError, match=r"mesh must be a jax.sharding.Mesh, such as of jax.make_mesh, got 4"
+    ):
         optzoo.minimize(loss, optzoo.lazy_adam(), mesh=4)
     with pytest.raises(TypeError, match=r"tables must be a dict from .* got \('table',\)"):
         mesh = jax.make_mesh((1,), ("shard",), devices=jax.devices()[:1])
