@@ -93,7 +93,7 @@ WRAPPERS = {
 
 
 # Of a parameter that is divided along a narrow last axis they are whole.
-NARROW = pytest.mark.filterwarnings("ignore:slots in 8 bits of")
+NARROW = pytest.mark.filterwarnings("ignore:8-bit slots of")
 
 
 @NARROW

@@ -386,7 +386,7 @@ REASONS = {
     "one-hot": (lambda t, i: t[i] + OTHERS["one-hot"](t, i), f"also used by dot_general{HERE}"),
     "slice": (lambda t, i: t[i][:2] + t[1:3], f"also used by slice{HERE}"),
     "columns": (lambda t, i: t[i] + t[0, i % 2][:, None], f"also used by gather{HERE}"),
-    "computed": (OTHERS["computed"], f"a gather reads what tanh made of it{HERE}: look up first"),
+    "computed": (OTHERS["computed"], f"a gather reads the result of tanh{HERE}: look up first"),
     "custom_vjp": (with_vjp, f"a gather is inside of jax.custom_vjp{HERE}: do the lookup outside"),
 }
 

@@ -194,7 +194,9 @@ def test_a_rule_keeps_the_shapes_of_its_slots():
     tx = leafwise(
         lambda g, x, s, t: (g, Slots(g[:1], g)), slots=Slots(optzoo.rules.zeros, optzoo.rules.zeros)
     )
-    with pytest.raises(ValueError, match=r"made an array of shape \(1,\) of one of shape \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"returned an array of shape \(1,\) for one of shape \(2,\)"
+    ):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
 
 

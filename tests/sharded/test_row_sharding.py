@@ -146,5 +146,7 @@ def test_places_of_what_is_no_table():
         params_sharding(table, jax.make_mesh((2,), ("shard",), devices=jax.devices()[:2]), sharding)
     with pytest.raises(ValueError, match=r"'table' must have the 16 stored rows"):
         params_sharding({"table": table[:8]}, mesh, {"table": sharding})
-    with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got None"):
+    with pytest.raises(
+        TypeError, match=r"mesh must be a jax.sharding.Mesh, such as of jax.make_mesh, got None"
+    ):
         params_sharding(table, None, sharding)

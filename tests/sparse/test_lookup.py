@@ -422,23 +422,23 @@ DENSE = {
     "shardings": on_one_device,
     "shard_map": mapped_over_shards,
 }
-FIRST = f" made of it{HERE}: look up first, then compute"
+FIRST = f"{HERE}: look up first, then compute"
 OUTSIDE = f"{HERE}: do the lookup outside and pass the rows in"
 REASONS = {
-    "scaled": "a lookup reads what mul" + FIRST,
+    "scaled": "a lookup reads the result of mul" + FIRST,
     "tied": "it is also used by transpose" + HERE,
     "tied twice": f"it is also used by transpose{HERE}, norm{HERE}",
     "tied, in a body": "it is also used by reduce_sum" + HERE,
     "tied by a body": "it is also used by transpose" + HERE,
     # Before JAX 0.10 `jnp.stack` first gives each array another axis.
-    "batch of it": "a lookup reads what (stack|broadcast_in_dim)" + FIRST,
+    "batch of it": "a lookup reads the result of (stack|broadcast_in_dim)" + FIRST,
     "vmap": f"a lookup is inside of a jax.vmap that maps over the table{HERE}",
     "custom_jvp": "a lookup is inside of jax.custom_jvp" + OUTSIDE,
     "custom_vjp": "a lookup is inside of jax.custom_vjp" + OUTSIDE,
     "carried": "a lookup is inside of jax.lax.scan" + OUTSIDE,
     "of layers": "a lookup is inside of jax.lax.scan" + OUTSIDE,
     # A `cond` whose condition differs among the members becomes a `where`, of whole tables.
-    "cond in vmap": "a lookup reads what broadcast_in_dim" + FIRST,
+    "cond in vmap": "a lookup reads the result of broadcast_in_dim" + FIRST,
     "shardings": "a lookup is inside of jax.jit" + OUTSIDE,
     "shard_map": "a lookup is inside of jax.shard_map" + OUTSIDE,
 }

@@ -354,7 +354,7 @@ def test_other_uses_of_sharded_tables_are_refused():
     ids = ids_of("uniform", (8,), 4)
     for loss, reason in (
         (lambda p, i: jnp.sum(p["t"][i] @ p["t"].T), "also used by transpose"),
-        (lambda p, i: jnp.sum(jnp.tanh(p["t"])[i]), "a gather reads what tanh made of it"),
+        (lambda p, i: jnp.sum(jnp.tanh(p["t"])[i]), "a gather reads the result of tanh"),
         (lambda p, i: jnp.sum(p["t"][:2] * p["t"][i[:2]]), "also used by slice"),
     ):
         step = optzoo.sharded_minimize(loss, tx, mesh, {"t": s})
