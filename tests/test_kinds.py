@@ -103,7 +103,9 @@ def test_averages_are_of_the_parameters():
     """Not of some with more elements, or of integers, which would round them."""
     for x in (np.ones((5, 2), np.float32), np.ones((4, 2), int)):
         for function in (optzoo.eval_params, optzoo.state.swap_averages):
-            with pytest.raises(ValueError, match=r"the average of parameter 't', .* is not that"):
+            with pytest.raises(
+                ValueError, match=r"the average of parameter 't', .* does not match params"
+            ):
                 function({"t": x}, STATES[AVERAGED])
 
 

@@ -973,8 +973,8 @@ TANH = optax.chain(
 @pytest.mark.parametrize(
     ("tx", "reason"),
     [
-        (TANH, "'params a': operations that are unknown, .*: `tanh`"),
-        (optzoo.ggt(0.1), "operations that are unknown, .* `dot_general`"),
+        (TANH, "'params a': operations that are not supported .*: `tanh`"),
+        (optzoo.ggt(0.1), "operations that are not supported .* `dot_general`"),
         (optax.apply_if_finite(TANH, 3), "'params a': in a branch: .*: `tanh`"),
         (optax.chain(optax.stateless(lambda u, p: jax.debug.print("x") or u)), "side effects"),
     ],
@@ -1018,7 +1018,7 @@ def of_rows(
         ({}, None),
         ({"merged": False}, "its rows may repeat, and are not merged"),
         ({"twice": True}, "its rows are written twice"),
-        ({"turned": True}, "reads elements of its row that are written already"),
+        ({"turned": True}, "reads already written elements of its row"),
         ({"width": 5}, "its slots have rows of several shapes"),
         ({"width": 4}, "its slots have rows of several shapes"),
         ({"width": 3}, None),

@@ -359,7 +359,9 @@ def test_errors():
         optzoo.rows.to_lines({**lines, "table": jnp.ones((3, WIDTH))}, like=lines)
     mesh = Mesh(np.array(jax.devices()[:2]), ("shard",))
     rows = optzoo.sharded.uniform_rows(jax.random.key(0), WIDTH)
-    with pytest.raises(ValueError, match=r"8 rows, .* the 20 rows of a shard.*multiple=16"):
+    with pytest.raises(
+        ValueError, match=r"the 20 rows of a shard .* the 8 rows of a line.*multiple=16"
+    ):
         optzoo.sharded.create_table(
             optzoo.sharded.RowSharding(40, 2, multiple=1), mesh, rows, lines=True
         )

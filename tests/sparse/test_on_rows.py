@@ -222,7 +222,7 @@ def test_a_primitive_that_the_check_does_not_know():
         step(on_rows(inner), table([1], [[1.0, 2]]), {"table": jnp.ones((5, 2))})
     assert re.fullmatch(
         r"optzoo\.on_rows cannot run this optimizer row by row: `brand_new` "
-        r"\(.*test_on_rows\.py:\d+.*\) is not supported by its check, which cannot tell whether it mixes "
+        r"\(.*test_on_rows\.py:\d+.*\) is not supported by its check, and may mix "
         r"the rows of parameter 'table'\. If the optimizer treats each row independently, use "
         r"optzoo\.on_rows\(\.\.\., check=False\); otherwise put optzoo\.rows\.densify\(\) before "
         r"it\.",

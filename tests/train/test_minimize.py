@@ -157,7 +157,7 @@ def test_arguments_that_nothing_reads():
         (of_optax, {"global_step": 1}, "reads 'global_step'"),
         (of_optax, {"lr": 1.0}, "reads 'lr'; did you mean 'learning_rate'"),
         (by_value, {"value": 1.0, "rate": {"a": 1.0}}, "reads 'rate'"),
-        (optzoo.on_rows(optax.adam(1.0)), {"learning_rate": 1.0}, "nothing in inner reads it"),
+        (optzoo.on_rows(optax.adam(1.0)), {"learning_rate": 1.0}, "inner does not use it"),
     ]
     for tx, given, message in cases:
         with pytest.raises(TypeError, match=message):

@@ -26,7 +26,7 @@ def test_add():
         chex.assert_trees_all_close(dense(add(one, other)), want, rtol=1e-6)
     assert isinstance(add(rows, rows)["table"], SparseRows)
     assert optzoo.rows.add({"a": None}, {"a": None}) == {"a": None}
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="do not match an array of shape"):
         optzoo.rows.add(rows["table"], jnp.ones((6, 2)))
 
 
