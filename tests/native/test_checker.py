@@ -98,7 +98,7 @@ WRONG = {
         f"`slice`.* {WRITTEN}",
     ),
     "groups filled up by others": (lambda g, x, s: (filled(x, x[:, :2]), s), {}, WRITTEN),
-    "other rows": (lambda g, x, s: (x - x[::-1], s), {}, "`rev`.* is not known"),
+    "other rows": (lambda g, x, s: (x - x[::-1], s), {}, "`rev`.* is not supported"),
     "the row before": (
         lambda g, x, s: (x - jnp.broadcast_to(x[:, 0][None], x.shape), s),
         ITSELF,
@@ -107,7 +107,7 @@ WRONG = {
     "all rows": (
         lambda g, x, s: (x - jnp.sum(x, 0, keepdims=True), s),
         {},
-        "`reduce_sum`.* is not known",
+        "`reduce_sum`.* is not supported",
     ),
     "sum of a table that is computed": (
         lambda g, x, s: (x + g.gather(sum_of(jnp.ones((5, 4)) * jnp.arange(5.0)[:, None])), s),
@@ -127,11 +127,11 @@ WRONG = {
         {},
         "reads other rows or groups",
     ),
-    "unknown": (lambda g, x, s: (jnp.cumsum(x, 1), s), {}, "`cumsum`.* is not known"),
+    "unknown": (lambda g, x, s: (jnp.cumsum(x, 1), s), {}, "`cumsum`.* is not supported"),
     "a dtype": (
         lambda g, x, s: ((x > 0).astype("int16").astype("float32"), s),
         {},
-        "the dtype int16 of `convert_element_type` .* is not known",
+        "the dtype int16 of `convert_element_type` .* is not supported",
     ),
 }
 

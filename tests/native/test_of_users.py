@@ -193,7 +193,7 @@ def test_what_is_required_of_an_array_names_the_operation_and_its_line():
     update = lambda g, s, x: (g - jnp.sort(x), s)
     tx = optax.GradientTransformation(lambda x: (), update)
     x = jnp.ones(4)
-    with pytest.raises(ValueError, match=r"element by element: `sort` \(\S+test_of_users.py:\d+"):
+    with pytest.raises(ValueError, match=r"elementwise: `sort` \(\S+test_of_users.py:\d+"):
         jax.jit(optzoo.native_step(tx, required=True))(x, (), x)
 
 

@@ -86,7 +86,7 @@ def test_a_rate_is_one_number():
     )
     with pytest.raises(ValueError, match=r"^factor must be a scalar, got .* shape \(2,\)"):
         tx.update(G, tx.init(G))
-    with pytest.raises(ValueError, match=r"^update\(\.\.\., factor=\) must be one number"):
+    with pytest.raises(ValueError, match=r"^update\(\.\.\., factor=\) must be a scalar"):
         tx.update(G, tx.init(G), factor=np.ones(1))
     with pytest.raises(TypeError, match=r"^update\(\.\.\., factor=\) must be a number, got <func"):
         tx.update(G, tx.init(G), factor=lambda step: 0.1)

@@ -311,9 +311,12 @@ def test_message():
 @pytest.mark.parametrize(
     ("inner", "reason"),
     [
-        (optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), "MultiStepsState lets"),
-        (optax.chain(optax.apply_every(2), optax.sgd(0.1)), "ApplyEvery lets"),
-        (contrib.sam(optax.sgd(0.1), optax.sgd(0.1)), "SAMState lets"),
+        (
+            optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+            "MultiStepsState applies a gradient",
+        ),
+        (optax.chain(optax.apply_every(2), optax.sgd(0.1)), "ApplyEvery applies a gradient"),
+        (contrib.sam(optax.sgd(0.1), optax.sgd(0.1)), "SAMState applies a gradient"),
         (optax.apply_if_finite(optax.sgd(0.1), 2), "`reduce_and` may mix"),
         (optax.flatten(optax.sgd(0.1)), "may mix"),
         (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "`reduce_sum` may mix"),
@@ -341,7 +344,7 @@ def test_refused_wrappers(inner, reason):
 def test_lookahead_is_refused():
     tx = on_rows(optax.lookahead(optax.sgd(0.1), 2, 0.5))
     xs = optax.LookaheadParams.init_synced({"table": jnp.ones((5, 2))})
-    with pytest.raises(ValueError, match="LookaheadState lets"):
+    with pytest.raises(ValueError, match="LookaheadState applies a gradient"):
         tx.update(table([1], [[1.0, 2]]), tx.init(xs), xs)
 
 
@@ -554,7 +557,7 @@ def test_shapes_that_do_not_fit():
     match = r"parameters with .* \(6, 2\) at 'table', got .* \(5, 2\)"
     with pytest.raises(ValueError, match=match):
         tx.update(six, tx.init(xs), {"table": jnp.ones((6, 2))})
-    match = r"has shape \(5, 2\) but its gradient \(6, 2\)"
+    match = r"has shape \(5, 2\), but its gradient \(6, 2\)"
     with pytest.raises(ValueError, match=match):
         tx.update(six, tx.init(xs))
     with pytest.raises(ValueError, match=match):
