@@ -54,8 +54,8 @@ def catch_up(params: Any, state: Any, ids: Any = None) -> tuple[Any, Any]:
         params: the parameters.
         state: the state of :func:`optzoo.caught_up`, or of a chain or masks with it.
         ids: a dict from patterns of names (:func:`optzoo.param_groups`) to integers of any shape,
-            such as ``{"users/embedding": user_ids}``; the integers alone if the parameters are one
-            array; None for all rows of all tables.
+            such as ``{"users/embedding": user_ids}``; or integers if the parameters are one array;
+            None for all rows of all tables.
 
     Returns:
         The parameters and the state.

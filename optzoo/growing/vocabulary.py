@@ -14,7 +14,7 @@ from ..core.checks import check_size
 
 
 class Observed(NamedTuple):
-    """What :meth:`optzoo.growing.Vocabulary.observe` returns."""
+    """The result of :meth:`optzoo.growing.Vocabulary.observe`."""
 
     rows: np.ndarray  # integers in the shape of the ids
     reset: np.ndarray  # rows that have another id now: reset them before they are read

@@ -260,7 +260,9 @@ def _check_shards(trace: Trace) -> None:
         """Which results are computed from the rows of one shard, without being rows."""
         if op.kind in CALLS:
             if op.turns in names:
-                raise NotAlone(f"`{op.name}` reduces or iterates over the rows of a table ({top.line})")
+                raise NotAlone(
+                    f"`{op.name}` reduces or iterates over the rows of a table ({top.line})"
+                )
             if any(given):
                 raise NotAlone(_words(op, top))
             return given

@@ -147,7 +147,7 @@ class Division:
 
 
 def _written(program: Graph, kept: Mapping[Value, Value]) -> dict[Value, Value]:
-    """By tables whose rows are written, and by what they are in between, what comes next."""
+    """For tables whose rows are written, and for intermediate values, the next value."""
     found = dict[Value, Value]()
     for op in program.operations:
         if op.name in WRITES and (op.ins[0] in kept or op.ins[0] in found.values()):
@@ -156,7 +156,7 @@ def _written(program: Graph, kept: Mapping[Value, Value]) -> dict[Value, Value]:
 
 
 def _same(result: Value) -> Value:
-    """A result before a conversion to its own dtype: of a parameter whose type is weak."""
+    """A result before a conversion to its own dtype, as of a weakly typed parameter."""
     maker = result.maker
     if maker is not None and maker.name == "convert_element_type":
         return maker.ins[0] if maker.ins[0].dtype == result.dtype else result
@@ -164,7 +164,7 @@ def _same(result: Value) -> Value:
 
 
 def _refusal(program: Graph, kept: Mapping[Value, Value] | None, has_effects: bool) -> str | None:
-    """Why nothing of a program is given to native code."""
+    """The reason why a program has no native code."""
     if kept is None:
         return "the update changes the structure of the state"
     if has_effects:

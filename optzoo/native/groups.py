@@ -305,7 +305,7 @@ def leaf_group(
     in_place: Collection[Value],
     length: int = 0,
 ) -> LeafGroup:
-    """The group of some operations: see :func:`find_leaves`, and ``LeafGroup.length``."""
+    """The group of some operations; see :func:`find_leaves`, and ``LeafGroup.length``."""
     scalars, arrays = what_is_read(ops)
     # A table that is read here may be written by a group of rows: it has no next value here.
     now = {places[v]: i for i, v in enumerate(arrays) if v in in_place and v in places}

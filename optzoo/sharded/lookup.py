@@ -111,7 +111,7 @@ def ask_owners(
 ) -> tuple[list[Array], list[Array]]:
     """The ids of rows requested from this device, and the rows that this device requested.
 
-    Of shapes ``(num_shards, capacity)`` and ``(num_shards, capacity, *row_shape)`` for each bucket.
+    The shapes are ``(num_shards, capacity)`` and ``(num_shards, capacity, *row_shape)`` per bucket.
     """
     asked = exchange([b.local for b in buckets], shardings)
     flat = [_as_read(read(a.reshape(-1))) for read, a in zip(reads, asked, strict=True)]

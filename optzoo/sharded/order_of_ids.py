@@ -46,8 +46,8 @@ def in_order_of_ids(tree: Any, tables: Tables, params: Any = None) -> Any:
     Args:
         tree: the parameters; or, if ``params`` are given, any tree of parameters, states or both.
             NumPy arrays are rearranged on the host; a ``jax.ShapeDtypeStruct`` is unchanged.
-        tables: a dict from patterns of names (:func:`optzoo.param_groups`) to shardings; or the
-            sharding alone if ``tree`` is one array.
+        tables: a dict from patterns of names (:func:`optzoo.param_groups`) to shardings; or a
+            sharding if ``tree`` is one array.
         params: the parameters, or their shapes, in either order; not needed if ``tree`` is the
             parameters.
 

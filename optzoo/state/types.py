@@ -27,7 +27,7 @@ def holds(slots: Any) -> dict[str, Any]:
 
 
 class NoSlots(NamedTuple):
-    """The slots of an optimizer that has none."""
+    """The slots of an optimizer without slots."""
 
 
 class LeafwiseState(NamedTuple):

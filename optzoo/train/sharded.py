@@ -341,7 +341,7 @@ class MeanGradients(ShardedTables):
     def update(
         self, found: Sequence[Gradients], extra_args: Mapping[str, Any]
     ) -> tuple[Any, Any, Array]:
-        """The gradients in the place of the parameters, no state, and the mean loss."""
+        """The gradients in place of the parameters, no state, and the mean loss."""
         rest, value = self.means(found)
         return self.treedef.unflatten(rest[i] for i in range(len(rest))), (), value
 

@@ -50,8 +50,8 @@ def sharded_minimize(
     and which supports any number of rounds.
 
     Gradient norms in transformations of this library, such as :func:`optzoo.clip_by_global_norm`,
-    include all shards and all rounds. An optimizer that uses a norm, or any other value, of one
-    shard alone is refused for any number of rounds.
+    include all shards and all rounds. An optimizer that uses a norm, or any other value, of only
+    one shard is refused.
 
     Parameters and state are donated, as in :func:`optzoo.minimize`: use only the arrays that a step
     returns. On several CPU devices, JAX 0.10.2 may end the process if a donated array is read.

@@ -338,7 +338,10 @@ def test_optimizers_that_need_one_round_are_refused_in_several(tx):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda rows: jax.lax.map(lambda row: 2 * row, rows), "`scan` reduces or iterates over the rows"),
+        (
+            lambda rows: jax.lax.map(lambda row: 2 * row, rows),
+            "`scan` reduces or iterates over the rows",
+        ),
         (lambda rows: jax.lax.pmean(rows, "shard"), "`psum.*` mixes the rows of several shards"),
         (
             lambda rows: rows - jnp.mean(rows, 0, keepdims=True),

@@ -30,7 +30,7 @@ def first_place(seed: Any, step: Any, name: str) -> Array:
 
 
 def first_places_of_rows(start: Array, shape: tuple[int, ...]) -> Array:
-    """The start for each row of an array: a row has the same bits alone and in the array."""
+    """The start for each row of an array; it does not depend on the other rows."""
     return places_of_rows(start, lax.iota(jnp.uint32, shape[0]), shape)
 
 
