@@ -116,7 +116,7 @@ class CacheMap:
         self.id_of[self.num_places] = self.rows = rows
 
     def held(self, *, dirty: bool = False) -> np.ndarray:
-        """The places that have a row, and those of them that differ from the host."""
+        """The places that have a row; with ``dirty`` only those that differ from the host."""
         is_held = self.id_of[:-1] >= 0
         return np.flatnonzero(is_held & self.is_dirty[:-1] if dirty else is_held)
 

@@ -63,7 +63,7 @@ def _is_whole(op: Operation) -> bool:
 
 
 def _stages(nodes: Sequence[Any], reductions: Collection[Operation]) -> dict[Operation, int]:
-    """The number of reductions before each operation, on one path."""
+    """The largest number of other reductions on a path to each reduction."""
     after, stages = dict[Value, int](), dict[Operation, int]()
     for node in nodes:
         stage = max((after.get(v, 0) for v in node.ins), default=0)

@@ -43,7 +43,7 @@ class Part(NamedTuple):
         return SparseRows(local, values, self.sharding.rows_per_shard, shard=shard)
 
     def shard(self, is_round: bool) -> Shard:
-        """The ``core.marks`` of rows at their owner."""
+        """The ``Shard`` of rows at their owner."""
         return self.sharding.shard._replace(is_round=is_round)
 
     @property

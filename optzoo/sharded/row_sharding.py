@@ -105,7 +105,7 @@ class RowSharding:
 
     @property
     def shard(self) -> Shard:
-        """The ``core.marks`` of rows of a device."""
+        """The ``Shard`` of rows of a device."""
         return Shard(self.axes, self.num_rows, False)
 
     def places_of(self, ids: Any) -> Any:

@@ -476,7 +476,7 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match=r"mesh has no axis 'replica'.*axis="):
         optzoo.divide_states(adam, "replica").init(params)
     tx, grads = divide(optax.sgd(0.1)), {**params, "b": jnp.ones(1)}
-    with pytest.raises(ValueError, match=r"'b' has shape \(16,\) but its gradient \(1,\)"):
+    with pytest.raises(ValueError, match=r"'b' has shape \(16,\), but its gradient \(1,\)"):
         tx.update(grads, tx.init(params), params)
 
 
