@@ -131,5 +131,5 @@ def test_names_without_a_page_are_found_and_the_check_fails(tmp_path):
     assert done.returncode == 1
     assert "index.html: gone.html does not exist\n" in done.stdout
     assert "api/optzoo.ftrl.html: optzoo.ftrl this public name has no page\n" in done.stdout
-    assert "search.html: AdamOptimizer finds [] and not api/optzoo.adam\n" in done.stdout
+    assert "search.html: AdamOptimizer finds [], but not api/optzoo.adam\n" in done.stdout
     assert "search.html: summaries are read by a request, which fails from disk\n" in done.stdout

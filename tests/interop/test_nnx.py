@@ -212,7 +212,7 @@ def test_parameters_to_evaluate():
     remedy = r"use params, state = optzoo\.nnx_split\(model, optimizer\)"
     for state in (nnx.state(optimizer), optimizer):
         with pytest.raises(
-            TypeError, match=rf"that of tx, got an nnx\.(State|Optimizer): .*{remedy}"
+            TypeError, match=rf"a state of tx, got an nnx\.(State|Optimizer): .*{remedy}"
         ):
             optzoo.eval_params(params, state)
     for given in (nnx.state(table, nnx.Param), table, params):

@@ -345,7 +345,7 @@ def test_optimizers_that_need_one_round_are_refused_in_several(tx):
         (lambda rows: jax.lax.pmean(rows, "shard"), "`psum.*` mixes the rows of several shards"),
         (
             lambda rows: rows - jnp.mean(rows, 0, keepdims=True),
-            "`sub` uses what a device computes from the rows of its own shard",
+            "`sub` uses a value computed from the rows of one shard only",
         ),
     ],
     ids=["loop", "collective", "mean"],
