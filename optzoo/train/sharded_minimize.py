@@ -106,10 +106,10 @@ def sharded_minimize(
         TypeError: if an argument has a wrong type.
         ValueError: if an argument is out of range, the mesh lacks an axis, a pattern matches no
             parameter, or two patterns match the same one; at trace time, if the number of rows of a
-            table differs from its sharding, if the loss uses it in another way, if the optimizer
-            uses a norm of one shard or needs ``capacity_factor=None``, if a transformation in
-            ``tx`` changes the updates of :func:`optzoo.caught_up`, or if native code is required
-            and XLA would update some arrays.
+            table differs from its sharding, if the loss uses a table in an unsupported way, if the
+            optimizer uses a norm of one shard or needs ``capacity_factor=None``, if a
+            transformation in ``tx`` changes the updates of :func:`optzoo.caught_up`, or if native
+            code is required and XLA would update some arrays.
         RuntimeError: at trace time, if native code is required and cannot run.
 
     Returns:
