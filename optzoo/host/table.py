@@ -570,7 +570,7 @@ class HostTable:
                 words = lambda x: f"{x[0]} of shape {x[1]} and dtype {x[2]}" if x else "no more"
                 raise StateError(
                     f"{what} of another optimizer or other parameters: {words(a)}, but this store "
-                    f"has {words(b)}. Give the parameters and state of this store"
+                    f"has {words(b)}. They must be equal"
                 )
 
     def _commit(self, params: Any, state: Any, others: list[Any]) -> None:

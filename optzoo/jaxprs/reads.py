@@ -69,5 +69,5 @@ def check_all_read(tx: Any, update: Callable[..., Any], extra_args: Mapping[str,
         near = difflib.get_close_matches(name, known, n=1)
         right = right_name(name) if right_name(name) != name else near[0] if near else None
         meant = f"; did you mean {right!r}?" if right else ""
-        read = f" What optzoo's transformations in it read: {', '.join(known)}" if known else ""
-        raise TypeError(f"nothing in this transformation reads {name!r}{meant}.{read}")
+        read = f" Keywords of the optzoo transformations in it: {', '.join(known)}" if known else ""
+        raise TypeError(f"this transformation does not use {name!r}{meant}.{read}")

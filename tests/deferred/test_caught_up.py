@@ -220,7 +220,7 @@ def test_a_rate_inside_the_momentum():
             p, state, _ = step(p, state, ids, learning_rate=0.01 * (1 + t % 3))
         ends.append(optzoo.eval_params(p, state) if each is tx else p)
     chex.assert_trees_all_close(*ends, rtol=1e-4, atol=1e-5)
-    with pytest.raises(TypeError, match="nothing in this transformation reads 'wrong'"):
+    with pytest.raises(TypeError, match="this transformation does not use 'wrong'"):
         optzoo.minimize(few_loss, tx)(p, tx.init(p), ids, wrong=1.0)
 
 
