@@ -221,7 +221,7 @@ def test_other_errors_of_an_update_are_not_about_rows():
     with pytest.raises(ValueError, match="'m' of parameter"):
         state = tx.init({**params(), "w": jnp.ones(4)})
         jax.eval_shape(step, params(), state, IDS[0])
-    with pytest.raises(TypeError, match="reads 'foo'"):
+    with pytest.raises(TypeError, match="does not use 'foo'"):
         jax.eval_shape(step, params(), tx.init(params()), IDS[0], foo=1.0)
 
 

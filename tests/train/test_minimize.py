@@ -149,7 +149,11 @@ def test_arguments_that_nothing_reads():
     of_optzoo = optzoo.slots_dtype(optzoo.lazy_adam(), "bfloat16")
     of_optax = optax.chain(optzoo.rows.densify(), optax.adam(1.0))
     cases = [
-        (of_optzoo, {"foo": 1.0}, "does not use 'foo'. .*: global_step, learning_rate, rounding_seed"),
+        (
+            of_optzoo,
+            {"foo": 1.0},
+            "use 'foo'. .*: global_step, learning_rate, rounding_seed",
+        ),
         (of_optzoo, {"value": 1.0}, "does not use 'value'"),
         (of_optzoo, {"learning_rates": 1.0}, "did you mean 'learning_rate'"),
         (of_optzoo, {"rounding_sed": 1}, "did you mean 'rounding_seed'"),
