@@ -8,8 +8,7 @@ for each distinct id. These bytes divided by the time of the step are its bandwi
 relative to that of an in-place axpy on the same device, and with ``--peak`` (GB/s, from the data
 sheet) relative to the peak. For comparison, TorchRec reports 26.5 % of the peak for the fused
 backward pass and optimizer of FBGEMM on a GPU, which also computes the gradients of rows from those
-of bags (September 2026). Steps have donated arguments, run in turns, and get other ids in each
-round.
+of bags (September 2026). Steps run in turns, with donated arguments and new ids in each round.
 """
 
 import argparse

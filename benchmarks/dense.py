@@ -2,11 +2,11 @@
 
     .venv/bin/python benchmarks/dense.py [--case resnet50] [--only adam ftrl] [--rounds 11] [--save]
 
-All contenders of an optimizer run in turns in one process, in a new order each round, on one core,
-with donated arguments. The roof is the time of an in-place axpy, which moves 12 bytes per
-parameter, scaled by the bytes that the optimizer must move: gradients are read, parameters and
-slots are read and written. Prints least times in ns per parameter and their ratios, with ratios of
-medians in parentheses. torch is included if it is installed.
+All contenders of an optimizer run in turns in random order, on one core, with donated arguments.
+The roof is the time of an in-place axpy, which moves 12 bytes per parameter, scaled by the bytes
+that the optimizer must move: gradients are read, parameters and slots are read and written. Prints
+least times in ns per parameter and their ratios, with ratios of medians in parentheses. torch is
+included if installed.
 """
 
 import argparse

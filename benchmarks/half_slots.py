@@ -5,10 +5,9 @@
 
 Dense: parameters in leaves of equal size, compared with optax.adam. Rows: a table of width 64 and
 4,096 ids per step, compared with lazy_adam; and row-wise Adagrad compared with Adagrad. The
-contenders run in turns in a new order each round, on one core, with donated arguments; ratios are
-of the least times and of the medians. Losses: two problems of the race at the rate of the
-catalogue, mean and standard deviation over the seeds. With ``--save``: ``half_slots.json`` in
-``results``.
+contenders run in turns in random order, on one core, with donated arguments; ratios are of the
+least times and of the medians. Losses: two problems of the race at the rate of the catalogue, mean
+and standard deviation over the seeds. With ``--save``: ``half_slots.json`` in ``results``.
 """
 
 import argparse

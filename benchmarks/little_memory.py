@@ -7,8 +7,8 @@
 Quality: the loss on held-out data after a run with each seed, for five optimizers in each form of
 slots and weights; the rates are those of the catalogue, and for the text the best of two or three
 rates tried with one seed. All forms have the same seeds and batches. Cost: contenders run in turns
-in a new order each round, on one core, with donated arguments. With ``--save``:
-``little_memory_<part>.json`` in ``results``.
+in random order, on one core, with donated arguments. With ``--save``: ``little_memory_<part>.json``
+in ``results``.
 """
 
 import argparse

@@ -4,9 +4,9 @@
     .venv/bin/python benchmarks/native.py dense [--only adam ftrl] [--save]
     .venv/bin/python benchmarks/native.py training|compile|threads [--case ...] [--save]
 
-All contenders run in turns in one process, in a new order each round (``--rounds 15``), on one
-core, with donated arguments. Prints the least and median time of each, and the ratio of the native
-step to it. torch is included if it is installed.
+All contenders run in turns in random order (``--rounds 15``), on one core, with donated arguments.
+Prints the least and median time of each, and the ratio of the native step to it. torch is included
+if installed.
 
 ``rows``: steps on some rows of a table. ``dense``: all first-order optimizers on ResNet-50; the
 roof is that of ``dense.py``, for the bytes of the optimizer. ``training``: whole training steps, by

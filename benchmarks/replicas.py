@@ -5,9 +5,9 @@
 
 ``processes``: 10 MB of parameters in 10 arrays, on 2 and on 4 local processes that communicate by
 gloo, each pinned to one core. ``gradient_descent`` on a quadratic, whose gradient is cheap, so that
-the optimizer and its messages are measured. All contenders run in turns in a new order each round,
-after a barrier; the time of a turn is that of the slowest process. In the *step* form an exchange
-is conditional, in the *round* form (``optzoo.replicas.scan_local_steps``) it ends each round. Bytes
+the optimizer and its messages are measured. All contenders run in turns in random order, after a
+barrier; the time of a turn is that of the slowest process. In the *step* form an exchange is
+conditional, in the *round* form (``optzoo.replicas.scan_local_steps``) it ends each round. Bytes
 are the outputs of all collectives in the compiled program, divided by the period; a ring of n
 processes sends 2 (n - 1) / n times as much.
 

@@ -3,12 +3,12 @@
     .venv/bin/python benchmarks/small_leaves.py [--case "1,000 of 10 x 10"] [--rounds 21]
         [--steps 20] [--members 16] [--save]
 
-The contenders are compiled in turns, three times each, and run in turns in a new order each round,
-on one core, with donated arguments; fewer parameters have more rounds. There are two programs: a
-single update, with all parameters and gradients as arguments and results, and ``--steps`` training
-steps in a scan, which computes the gradients. Prints medians, and their ratios to those of
-optax.adam. The single update is also compared with torch's Adam, if it is installed, and with
-``optax.sgd``, whose time is mostly that of passing arrays.
+The contenders are compiled in turns, three times each, and run in turns in random order, on one
+core, with donated arguments; fewer parameters have more rounds. There are two programs: a single
+update, with all parameters and gradients as arguments and results, and ``--steps`` training steps
+in a scan, which computes the gradients. Prints medians, and their ratios to those of optax.adam.
+The single update is also compared with torch's Adam, if it is installed, and with ``optax.sgd``,
+whose time is mostly that of passing arrays.
 """
 
 import argparse
