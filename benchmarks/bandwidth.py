@@ -1,14 +1,14 @@
-"""Row-sparse steps: the bytes that must move, as a share of what the memory can move.
+"""Row-sparse steps: the bandwidth of the bytes that must move, relative to that of the memory.
 
     .venv/bin/python benchmarks/bandwidth.py [--rows 10000000] [--ids 1000000] [--peak 4800]
         [--native]
 
 A step must read the gradient of each id, and read and write the row of the table and of each slot
-for each distinct id. These bytes divided by the time of the step are its bandwidth, printed as a
-share of that of an in-place axpy of the same device, and with ``--peak`` (GB/s, of the data sheet)
-of that. For comparison, TorchRec reports 26.5 % of the peak for the fused backward pass and
-optimizer of FBGEMM on a GPU, which also computes the gradients of rows from those of bags
-(September 2026). Steps have donated arguments, take turns, and get other ids in each round.
+for each distinct id. These bytes divided by the time of the step are its bandwidth, printed
+relative to that of an in-place axpy on the same device, and with ``--peak`` (GB/s, from the data
+sheet) relative to the peak. For comparison, TorchRec reports 26.5 % of the peak for the fused
+backward pass and optimizer of FBGEMM on a GPU, which also computes the gradients of rows from those
+of bags (September 2026). Steps run in turns, with donated arguments and new ids in each round.
 """
 
 import argparse
@@ -33,7 +33,7 @@ OPTIMIZERS = {
 
 
 def bytes_of_step(tx, table, ids):
-    """The fewest bytes that a step can move, for each batch of ids."""
+    """The minimum number of bytes that a step moves, for each batch of ids."""
     slots = [a for a in jax.tree.leaves(tx.init(table)) if a.shape[:1] == table.shape[:1]]
     of_row = sum(a.nbytes // len(table) for a in (table, *slots))
     of_gradient = table.nbytes // len(table) + 4  # and its id
@@ -59,7 +59,7 @@ def main():
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--ids", type=int, default=65_536)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--peak", type=float, help="GB/s, of the data sheet")
+    parser.add_argument("--peak", type=float, help="GB/s, from the data sheet")
     parser.add_argument("--native", action="store_true")
     args = parser.parse_args()
     print(f"{args.rows:,} x {args.width}, {args.ids:,} ids, {jax.devices()[0].device_kind}")

@@ -2,11 +2,11 @@
 
     .venv/bin/python benchmarks/caught_up.py [--rounds 15] [--rows 1000000] [--save]
 
-The table has 1,000,000 x 64 elements in float32; a step looks up 4,096 ids by Zipf's law with
-exponent 1 in a random order of the rows. Whole steps of ``optzoo.minimize`` take turns in a new
-order each round, on one core, with donated arguments. Prints the least time and the median of
-each, and the ratio of the medians to that of ``lazy_adam`` in the same layout; of native steps to
-that of the same step by XLA.
+The table has 1,000,000 x 64 elements in float32; a step looks up 4,096 ids with a Zipf distribution
+of exponent 1 in a random order of the rows. Whole steps of ``optzoo.minimize`` run in turns in
+random order, on one core, with donated arguments. Prints the least and median time of each, and the
+ratio of its median to that of ``lazy_adam`` in the same layout; for native steps, to that of the
+same step by XLA.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
     .venv/bin/python benchmarks/dense.py [--case resnet50] [--only adam ftrl] [--rounds 11] [--save]
 
-All contenders of an optimizer take turns in one run, in a new order each round, on one core, with
-donated arguments. The roof is the time of an in-place axpy, which moves 12 bytes for each
-parameter, scaled by the bytes that the optimizer must move: gradients are read, parameters and
-slots are read and written. Prints least times in ns per parameter and their ratios, with ratios of
-medians in parentheses. torch is included if it is installed.
+All contenders of an optimizer run in turns in random order, on one core, with donated arguments.
+The roof is the time of an in-place axpy, which moves 12 bytes per parameter, scaled by the bytes
+that the optimizer must move: gradients are read, parameters and slots are read and written. Prints
+least times in ns per parameter and their ratios, with ratios of medians in parentheses. torch is
+included if installed.
 """
 
 import argparse
@@ -31,7 +31,7 @@ ROOF_BYTES = 12
 
 
 def resnet50():
-    """The shapes of its 161 parameters with 25.6 million elements; kernels with channels last."""
+    """The shapes of the 161 parameters of ResNet-50, 25.6 million elements; channels last."""
     shapes, width = [(7, 7, 3, 64), (64,), (64,)], 64
     for blocks, inner in ((3, 64), (4, 128), (6, 256), (3, 512)):
         for block in range(blocks):
@@ -153,7 +153,7 @@ def measure(name, shapes, rounds):
 
 
 def ratios(seconds, moved):
-    """The time of ours divided by each other, and by the roof for its bytes."""
+    """The ratios of our time to that of each other contender, and to the roof."""
     others = {**seconds, "roof": seconds["roof"] * moved / ROOF_BYTES}
     mine = others.pop("optzoo")
     return {who: mine / theirs for who, theirs in others.items()}
@@ -163,7 +163,9 @@ def main():
     """Runs, prints and saves."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=CASES, nargs="+", default=["resnet50"])
-    parser.add_argument("--only", nargs="+", help="default: all on resnet50, else those with peers")
+    parser.add_argument(
+        "--only", nargs="+", help="default: all on resnet50, otherwise those with peers"
+    )
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()

@@ -1,15 +1,15 @@
-"""A step of DLRM-v2 as in MLPerf, compiled for TPU slices that need not be there.
+"""A step of DLRM-v2 as in MLPerf, compiled for TPU slices, which are not needed.
 
     JAX_PLATFORMS=cpu .venv/bin/python benchmarks/dlrm.py [v5e:4x4 v6e:4x4 ...] [--dense | --native]
 
-26 tables of width 128 with 28.1 million rows in all, 214 ids in an example, Adagrad, 4,096 examples
-on each chip. The sizes of the tables are those of MLPerf with 4,783,082 rows in the place of 40
-million, so that they sum to 28.1 million: which sizes others took is not published. The tables lie
-one after the other in one array, sharded by rows.
+26 tables of width 128 with a total of 28.1 million rows, 214 ids per example, Adagrad, 4,096
+examples per chip. The sizes of the tables are those of MLPerf with 4,783,082 rows in place of 40
+million, so that they sum to 28.1 million: the sizes used by others are not published. The tables
+are concatenated in one array, sharded by rows.
 
-Nothing is run. Bytes read and written are estimates of the compiler, and count the body of a loop
-once. ``--dense``: the same with dense gradients of the sharded table, by XLA alone. ``--native``:
-with a kernel that updates the rows.
+Nothing is run. Bytes read and written are estimates of the compiler, which include the body of a
+loop once. ``--dense``: the same with dense gradients of the sharded table, by XLA only.
+``--native``: with a kernel that updates the rows.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def layers(sizes):
 
 
 def shapes(stored_rows):
-    """Those of all parameters."""
+    """The shapes of all parameters."""
     d = TOP[0]
     cross = [{"v": (d, RANK), "w": (RANK, d), "b": (d,)} for _ in range(CROSS)]
     tree = {"bottom": layers(BOTTOM), "cross": cross, "top": layers(TOP)}
@@ -54,14 +54,14 @@ def shapes(stored_rows):
 
 
 def perceptron(x, parts):
-    """The last layer has an activation, too."""
+    """A perceptron; the last layer has an activation, too."""
     for part in parts:
         x = jax.nn.relu(x @ part["w"] + part["b"])
     return x
 
 
 def loss_of(pooled, params, dense, labels):
-    """From the sums of the bags, of shape (examples, features, width)."""
+    """The loss for sums of bags of shape (examples, features, width)."""
     first = perceptron(dense, params["bottom"])
     x = x0 = jnp.concatenate([first[:, None], pooled], 1).reshape(len(first), -1)
     for part in params["cross"]:
@@ -79,13 +79,13 @@ def bags(ids):
 
 
 def sparse_loss(params, ids, dense, labels):
-    """With rows as the gradient of the table."""
+    """The loss with row-sparse gradients of the table."""
     total = optzoo.lookup_sparse(params["table"], *bags(ids), combiner="sum")
     return loss_of(total.reshape(len(ids), len(HOT), WIDTH), params, dense, labels)
 
 
 def dense_loss(params, ids, dense, labels):
-    """With a dense gradient of the table."""
+    """The loss with a dense gradient of the table."""
     rows, segments, number = bags(ids)
     total = jax.ops.segment_sum(params["table"][rows], segments, number)
     return loss_of(total.reshape(len(ids), len(HOT), WIDTH), params, dense, labels)
@@ -104,7 +104,7 @@ def dense_step(tx):
 
 
 def report(device, is_dense, is_native, examples):
-    """Of the step for a slice."""
+    """Prints the report of the step for a slice."""
     devices = optzoo.compiled.devices_of(device)
     mesh = Mesh(np.array(devices), ("shard",))
     sharding = optzoo.sharded.RowSharding(ROWS, len(devices))

@@ -16,7 +16,7 @@ RATES, B1S, EPSILONS = (
 
 
 def start(key):
-    """Kernels and biases of three layers."""
+    """Initial kernels and biases of three layers."""
     keys = jax.random.split(key, len(SIZES) - 1)
     shapes = zip(keys, SIZES[:-1], SIZES[1:], strict=True)
     return [(jax.random.normal(k, (a, b)) / a**0.5, jnp.zeros(b)) for k, a, b in shapes]

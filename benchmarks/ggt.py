@@ -2,15 +2,15 @@
 
     .venv/bin/python benchmarks/ggt.py [--windows 10 50] [--rounds 15] [--cores 1] [--save]
 
-Six matrices of 1000 x 1000. The contenders take turns in a new order each round, with donated
-arguments. *Whole Gram* is the algorithm of the original with a ring buffer for its window: the
-product of the window with itself, in one piece or, faster on the CPU, in blocks of 1000 columns.
+Six matrices of 1000 x 1000. The contenders run in turns in random order, with donated arguments.
+*Whole Gram* is the algorithm of the original with a ring buffer for its window: the product of the
+window with itself, in one piece or, faster on the CPU, in blocks of 1000 columns.
 
-A step must read the window twice and parameter, gradient and moment once: (8 window + 12) bytes for
-each parameter. *At the speed of p += s g* is the time to move them at the bandwidth of that axpy,
-which moves 12 bytes and has a part of its arrays in the cache. *Reading the window twice* is the
-time of two calls of numpy.dot of an array of the size of the window with itself: the read bandwidth
-of a core.
+A step must read the window twice and parameter, gradient and moment once: (8 window + 12) bytes per
+parameter. *At the speed of p += s g* is the time to move them at the bandwidth of this axpy, which
+moves 12 bytes per parameter, with a part of its arrays in the cache. *Reading the window twice* is
+the time of two calls of numpy.dot of an array of the size of the window with itself: the read
+bandwidth of a core.
 """
 
 import argparse

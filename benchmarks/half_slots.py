@@ -4,10 +4,10 @@
         [--rounds 25] [--seeds 8] [--skip losses] [--save]
 
 Dense: parameters in leaves of equal size, compared with optax.adam. Rows: a table of width 64 and
-4,096 ids in each step, compared with lazy_adam; and row-wise Adagrad compared with Adagrad. The
-contenders take turns in a new order each round, on one core, with donated arguments; ratios are of
-the least times and of the medians. Losses: two problems of the race at the rate of the catalogue,
-mean and standard deviation over the seeds. With ``--save``: ``half_slots.json`` in ``results``.
+4,096 ids per step, compared with lazy_adam; and row-wise Adagrad compared with Adagrad. The
+contenders run in turns in random order, on one core, with donated arguments; ratios are of the
+least times and of the medians. Losses: two problems of the race at the rate of the catalogue, mean
+and standard deviation over the seeds. With ``--save``: ``half_slots.json`` in ``results``.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def dense():
 
 
 def rows():
-    """A table with few ids in each step."""
+    """A table with few ids per step."""
     rng, table = np.random.default_rng(0), jnp.zeros((args.rows, 64))
     values = jnp.asarray(rng.normal(size=(4096, 64)), jnp.float32)
     ids = (jnp.asarray(rng.integers(0, args.rows, 4096), jnp.int32) for _ in range(64))

@@ -1,4 +1,4 @@
-"""Common parts of the benchmarks: pinned cores, memory settings, contenders that take turns.
+"""Common parts of the benchmarks: pinned cores, memory settings, contenders run in turns.
 
 Must be imported before jax.
 """
@@ -55,9 +55,9 @@ def compile_timed(function, *args):
 
 
 def compiled(tx, params, grads, native=False):
-    """A compiled update with donated arguments, its compile times and memory; shapes are enough.
+    """A compiled update with donated arguments, its compile times and memory; accepts shapes.
 
-    With ``native`` it is that of ``optzoo.native_step``.
+    With ``native`` it is the update of ``optzoo.native_step``.
     """
     import jax
     import optax
@@ -128,7 +128,7 @@ def count(tree) -> int:
 def take_turns(contenders, rounds, before=lambda: None):
     """Seconds of every run of each contender, in a new order each round, after a warm-up round.
 
-    ``before`` is called before each run, and its time is not included.
+    ``before`` is called before each run, outside of the measured time.
     """
     seconds = {name: [] for name in contenders}
     for k in range(rounds + 1):

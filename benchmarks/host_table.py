@@ -1,12 +1,12 @@
-"""A table on the host with a cache on the device, beside an ordinary table. One core.
+"""A table on the host with a cache on the device, compared with an ordinary table, on one core.
 
     .venv/bin/python benchmarks/host_table.py [--steps 45] [--cores 1]
     .venv/bin/python benchmarks/host_table.py --hits
     .venv/bin/python benchmarks/host_table.py --memory
 
-The first measures the time of a step, in turns with the ordinary table in one run; the second which
-rows a cache has after it has filled, and the time of a plan; the third what a table of ten caches
-takes, in files. The figures are in ``docs/tasks/larger_than_the_device.md``.
+The first command measures the time of a step, in turns with the ordinary table; the second the hits
+of a filled cache, and the time of a plan; the third the memory of a table of ten times the size of
+its cache, in files. The figures are in ``docs/tasks/larger_than_the_device.md``.
 """
 
 import argparse
@@ -39,7 +39,7 @@ rng = np.random.default_rng(0)
 
 
 def zipf(exponent, rows):
-    """Batches of ids by Zipf's law, in any order."""
+    """Batches of ids with a Zipf distribution, in random order."""
     total = np.cumsum(np.arange(1, rows + 1) ** -exponent)
     while True:
         ranks = np.searchsorted(total, rng.random(IDS) * total[-1])
@@ -47,7 +47,7 @@ def zipf(exponent, rows):
 
 
 def loss(p, ids, y):
-    """Of a net over 32 rows for each example."""
+    """The loss of a network over 32 rows per example."""
     x = optzoo.lookup(p["table"], ids).reshape(IDS // FEATURES, -1)
     for w in p["net"]:
         x = jax.nn.relu(x @ w)
@@ -55,7 +55,7 @@ def loss(p, ids, y):
 
 
 def net():
-    """Its weights."""
+    """The weights of the network."""
     sizes = [WIDTH * FEATURES, 512, 256, 128]
     keys = jax.random.split(jax.random.key(0), len(sizes))
     pairs = zip(keys, itertools.pairwise(sizes), strict=False)
@@ -63,12 +63,12 @@ def net():
 
 
 def clock():
-    """Seconds, and seconds of CPU of all threads."""
+    """The time, and the CPU time of all threads, in seconds."""
     return time.perf_counter(), time.process_time()
 
 
 def speed():
-    """The time of a step at several numbers of hits."""
+    """The time of a step for several numbers of hits."""
     y, tx = np.zeros(IDS // FEATURES, np.float32), optzoo.adagrad(0.01)
     start = rng.normal(size=(ROWS, WIDTH)).astype(np.float32) / 100
     step = optzoo.minimize(loss, tx)
@@ -123,7 +123,7 @@ def speed():
 
 
 def hits():
-    """How many ids a cache has, after it has filled."""
+    """The number of ids in a filled cache."""
     rows, steps = 5_000_000, 150
     print(
         f"{rows:,} rows, {IDS:,} ids, medians of the last 30 of {steps} steps\n"
@@ -151,7 +151,7 @@ def hits():
 
 
 def memory():
-    """The bytes on the device and in the process of a table of ten caches in files."""
+    """The bytes on the device and in the process for a table of ten caches in files."""
     rows, cache = 4_000_000, 400_000
     tx = optzoo.lazy_adam(0.01)
     shape = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)

@@ -1,14 +1,14 @@
-"""Slots in 8 bits and weights in 24: the quality of training, the cost of a step, the bytes kept.
+"""8-bit slots and 24-bit weights: the quality of training, the cost of a step, the memory.
 
     .venv/bin/python benchmarks/little_memory.py quality [--seeds 8] [--problems text] [--save]
     .venv/bin/python benchmarks/little_memory.py cost [--rounds 25] [--save]
     .venv/bin/python benchmarks/little_memory.py bytes [--save]
 
-Quality: the loss on held-out data after each seed's run, of five optimizers in each form of slots
-and weights; the rates are those of the catalogue, and for the text the best of two or three that
-were tried with one seed. All forms have the same seeds and batches. Cost: contenders take turns in
-a new order each round, on one core, with donated arguments. With ``--save``:
-``little_memory_<part>.json`` in ``results``.
+Quality: the loss on held-out data after a run with each seed, for five optimizers in each form of
+slots and weights; the rates are those of the catalogue, and for the text the best of two or three
+rates tried with one seed. All forms have the same seeds and batches. Cost: contenders run in turns
+in random order, on one core, with donated arguments. With ``--save``: ``little_memory_<part>.json``
+in ``results``.
 """
 
 import argparse
@@ -51,7 +51,7 @@ RATES = {
 
 
 def optimizer(problem, name):
-    """An optimizer with the rate at which it is compared on a problem."""
+    """An optimizer with its rate for a problem."""
     if problem != "text":
         return optzoo.CATALOG[name].make()
     decay = {"weight_decay_per_step": 0.01 * RATES[name]} if name == "adamw" else {}
@@ -59,23 +59,23 @@ def optimizer(problem, name):
 
 
 def in_8_bits(tx):
-    """Slots in 8 bits."""
+    """An optimizer with 8-bit slots."""
     return optzoo.slots_dtype(tx, "int8")
 
 
 def in_32_bits(params, tx):
-    """The start of a run whose parameters are in float32."""
+    """The start of a run with float32 parameters."""
     return params, tx.init(params)
 
 
 def as_bfloat16(tree):
-    """A tree with its floating-point arrays in bfloat16."""
+    """A tree with its floating-point arrays converted to bfloat16."""
     narrow = lambda x: x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return jax.tree.map(narrow, tree)
 
 
 def in_16_bits(params, tx):
-    """The start of a run whose parameters are in bfloat16."""
+    """The start of a run with bfloat16 parameters."""
     return in_32_bits(as_bfloat16(params), tx)
 
 
@@ -98,7 +98,7 @@ FORMS = {
 
 
 def two_sided(t, freedom):
-    """The probability of a Student's t that is farther from zero."""
+    """The probability that a Student's t has at least this magnitude."""
     return float(jax.scipy.special.betainc(freedom / 2, 0.5, freedom / (freedom + t**2)))
 
 
@@ -118,7 +118,7 @@ def compared(losses, reference):
 
 
 def is_refused(problem, tx):
-    """Whether an optimizer has no slot that may be in 8 bits."""
+    """Whether an optimizer has no slot that can be 8-bit."""
     try:
         jax.eval_shape(lambda key: in_8_bits(tx).init(problem.init(key)), jax.random.key(0))
     except ValueError:
@@ -127,7 +127,7 @@ def is_refused(problem, tx):
 
 
 def quality(save):
-    """The losses of all forms, optimizers and problems; they are saved as they come."""
+    """The losses of all forms, optimizers and problems; saved as they are computed."""
     found = {}
     for name in args.problems:
         problem = flashoptim.model() if name == "text" else PROBLEMS[name]()
@@ -148,7 +148,7 @@ def quality(save):
 
 
 def times(runs):
-    """Least times and medians of contenders that take turns, and ratios to ``float32``."""
+    """Least times and medians of contenders run in turns, and ratios to ``float32``."""
     seconds = harness.take_turns({name: run for name, (run, _) in runs.items()}, args.rounds)
     least = {name: min(s) for name, s in seconds.items()}
     medians = {name: float(np.median(s)) for name, s in seconds.items()}
@@ -205,7 +205,7 @@ def momentum(leaves, shape):
 
 
 def rows(number, width, ids):
-    """Lazy Adam on a table with few ids in each step."""
+    """Lazy Adam on a table with few ids per step."""
     rng, table = np.random.default_rng(0), jnp.zeros((number, width))
     values = jnp.asarray(rng.normal(size=(ids, width)), jnp.float32)
     places = (jnp.asarray(rng.integers(0, number, ids), jnp.int32) for _ in range(64))

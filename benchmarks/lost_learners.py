@@ -1,21 +1,21 @@
-"""Learners that are late or lost: what of their work counts, and where training ends.
+"""Late and lost learners: the share of their work that is used, and the final loss.
 
     .venv/bin/python benchmarks/lost_learners.py [--seeds 3] [--save]
 
 Simulated: 64 learners on one device train a perceptron on handwritten digits, each on its own
-batches, with Adam, for 512 ticks. Who is away in which tick is drawn once, from a fixed seed: times
-of work and of absence are exponential, an absence is 32 ticks long on average, and 10 or 30 percent
-are away at any time; or one learner is away for ten periods. A learner that is away makes no step
-and does not arrive; when it returns it takes the center of the last exchange and keeps the slots of
-its optimizer.
+batches, with Adam, for 512 ticks. Absences are drawn once, from a fixed seed: times of work and of
+absence are exponential, an absence takes 32 ticks on average, and 10 or 30 percent of the learners
+are absent at any time; or one learner is absent for ten periods. An absent learner makes no step
+and takes part in no exchange; when it returns, it starts from the center of the last exchange and
+keeps the slots of its optimizer.
 
-Synchronous training waits until all are there. DiLoCo exchanges every 16 ticks, with a plain outer
-step of 0.7; the weight of a learner is its number of steps since the last exchange. With a quorum
-of 48 an exchange with fewer learners waits for the next one.
+Synchronous training waits until all learners are present. DiLoCo exchanges every 16 ticks, with a
+plain outer step of 0.7; the weight of a learner is its number of steps since the last exchange.
+With a quorum of 48, an exchange with fewer learners is postponed to the next one.
 
-Goodput is the part of all 64 x 512 possible steps that has entered the common parameters. The loss
-is that of the center on the validation data, the mean over the seeds; the inner rate is the best of
-three without failures, for each method.
+Goodput is the share of all 64 x 512 possible steps that contribute to the common parameters. The
+loss is that of the center on the validation data, the mean over the seeds; the inner rate of each
+method is the best of three without failures.
 """
 
 import argparse
@@ -34,7 +34,7 @@ RATES = 0.003, 0.01, 0.03
 
 
 def masks(away, rng):
-    """Whether each learner is there, by tick: stretches of work and of absence."""
+    """Whether each learner is present, by tick: stretches of work and of absence."""
     present = np.ones((TICKS, LEARNERS), bool)
     for learner in range(LEARNERS):
         is_there, tick = rng.random() >= away, 0
@@ -57,7 +57,7 @@ def scenarios():
 
 
 def used_steps(present, quorum):
-    """The steps of those that arrive at an exchange that takes place."""
+    """The steps of the learners that take part in an exchange."""
     waiting, used = np.zeros(LEARNERS), 0
     for tick in range(TICKS):
         waiting += present[tick]
@@ -68,7 +68,7 @@ def used_steps(present, quorum):
 
 
 def weights(present, quorum):
-    """By tick, the steps of each learner that an exchange now would bring in."""
+    """By tick, the steps of each learner that an exchange at this tick would use."""
     waiting, found = np.zeros(LEARNERS, np.float32), []
     for tick in range(TICKS):
         waiting = waiting + present[tick]

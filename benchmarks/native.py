@@ -4,16 +4,16 @@
     .venv/bin/python benchmarks/native.py dense [--only adam ftrl] [--save]
     .venv/bin/python benchmarks/native.py training|compile|threads [--case ...] [--save]
 
-All contenders take turns in one run, in a new order each round (``--rounds 15``), on one core, with
-donated arguments. Prints the least time and the median of each, and the ratio of the native step to
-it. torch is included if it is installed.
+All contenders run in turns in random order (``--rounds 15``), on one core, with donated arguments.
+Prints the least and median time of each, and the ratio of the native step to it. torch is included
+if installed.
 
 ``rows``: steps on some rows of a table. ``dense``: all first-order optimizers on ResNet-50; the
 roof is that of ``dense.py``, for the bytes of the optimizer. ``training``: whole training steps, by
-:func:`optzoo.minimize`, and by hand with all in place or the slots alone. ``compile``: seconds to
-trace, lower and compile, each in a new process, after a first small step. ``threads``: the same
-programs on one core and on two, each in a process of its own; with a copy of as many bytes as a
-dense step in float32 reads and writes, which shows what the memory can do.
+:func:`optzoo.minimize`, and by hand with all arrays or only the slots in place. ``compile``:
+seconds to trace, lower and compile, each in a new process, after a first small step. ``threads``:
+the same programs on one core and on two, each in its own process; with a copy of as many bytes as a
+dense step in float32 reads and writes, as the limit of the memory.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def show(title, result):
     print(title)
     for who, least in result["least s"].items():
         ratios = [result[f"ratios of {kind}"].get(who) for kind in ("least", "median")]
-        to = "" if ratios[0] is None else "native / it {:.2f} ({:.2f})".format(*ratios)
+        to = "" if ratios[0] is None else "native / this {:.2f} ({:.2f})".format(*ratios)
         median = 1e3 * result["median s"][who]
         print(f"  {who:28} least {1e3 * least:9.3f} ms  median {median:9.3f} ms  {to}", flush=True)
 
@@ -152,7 +152,7 @@ def dense(args):
             left_out[name] = str(error)
             print(f"{name}: {error}"[:200], flush=True)
         else:
-            moved = f"{results[name]['bytes per parameter']:.0f} bytes for each parameter"
+            moved = f"{results[name]['bytes per parameter']:.0f} bytes per parameter"
             show(f"{name}, ResNet-50, {moved}", results[name])
     size = sum(x.size for x in params)
     return {"parameters": size, "optimizers": results, "updated by XLA": left_out}
@@ -170,7 +170,7 @@ def layers(rng, widths):
 
 
 def outputs(layers, x):
-    """Those of dense layers, with rectified linear units between them."""
+    """The outputs of dense layers, with rectified linear units between them."""
     *hidden, (w, b) = layers
     for v, c in hidden:
         x = jax.nn.relu(x @ v + c)
@@ -306,7 +306,7 @@ def compile_once(case, native):
 
 
 def in_new_process(function, *args):
-    """What a function gives in a process of its own."""
+    """The result of a function in its own process."""
     new = {"mp_context": multiprocessing.get_context("spawn")}
     with concurrent.futures.ProcessPoolExecutor(1, **new) as pool:
         return pool.submit(function, *args).result()
@@ -335,7 +335,7 @@ def compile_(args):
 
 
 def one_table(cores):
-    """``lazy_adam`` and torch's SparseAdam on a table; 4,096 ids in each step."""
+    """``lazy_adam`` and torch's SparseAdam on a table; 4,096 ids per step."""
     many, width, ids, zipf = TABLES["1M x 64"]
     batches, values, grads = rows_benchmark.gradients(many, width, ids, zipf)
     runs = xla_and_native(optzoo.lazy_adam(1e-3), jnp.zeros((many, width)), grads)
@@ -365,7 +365,7 @@ def dense_arrays(case, cores, slots="float32"):
     if importlib.util.find_spec("torch"):
         runs["torch"] = harness.of_torch("Adam", params, grads, fused=True)
         threads_of_torch(cores)
-    # Reads and writes 28 bytes for each parameter, as the step does, by NumPy on each core.
+    # Reads and writes 28 bytes per parameter, as the step does, by NumPy on each core.
     size = sum(x.size for x in params)
     parts = [np.zeros(size * 14 // cores, np.uint8) for _ in range(2 * cores)]
     pool = concurrent.futures.ThreadPoolExecutor(cores)
@@ -375,7 +375,7 @@ def dense_arrays(case, cores, slots="float32"):
 
 
 def threads_of_torch(cores):
-    """Gives torch as many threads."""
+    """Sets the number of threads of torch."""
     import torch
 
     torch.set_num_threads(cores)
@@ -395,7 +395,7 @@ ON_CORES = {
 
 
 def measure_threads(case, cores, rounds):
-    """One program in a process on so many cores."""
+    """One program in a process on this number of cores."""
     harness.pin(cores)
     return compared(harness.take_turns(ON_CORES[case](cores), rounds))
 
@@ -426,7 +426,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=PARTS)
     parser.add_argument("--only", nargs="+", help="optimizers of rows and dense")
-    parser.add_argument("--case", nargs="+", help="cases of all but dense")
+    parser.add_argument("--case", nargs="+", help="cases, except of dense")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--compilations", type=int, default=3)
     parser.add_argument("--save", action="store_true", help="write results/native_<what>.json")

@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/papers.py [name ...]     some minutes
 
-Results that are not run again are kept. ``make docs`` writes the tables to benchmarks/results.md
-and docs/papers.md.
+Results of other experiments are kept. ``make docs`` writes the tables to benchmarks/results.md and
+docs/papers.md.
 """
 
 import json
@@ -41,7 +41,7 @@ def short(result: Any) -> Any:
 
 
 def table() -> str:
-    """What the papers claim, and what came out here."""
+    """The claims of the papers, and the results here."""
     lines = ["| paper | claim | published | here | holds |", "|---|---|---|---|---|"]
     results = stored()
     for name, module in modules().items():
@@ -69,7 +69,7 @@ TABLES = {"papers": table, "papers, short": short_table}
 
 
 def main() -> None:
-    """Runs the experiments that are named, or all."""
+    """Runs the named experiments, or all."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)

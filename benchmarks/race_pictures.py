@@ -1,12 +1,12 @@
-"""The pictures of the race in the pages, from stored results.
+"""Draws the pictures of the race in the pages, from stored results.
 
     .venv/bin/optzoo race --out race          # an hour on two cores
     .venv/bin/python benchmarks/race_pictures.py race
 
-stores the results of that folder, rounded and thinned, in ``results/race.json``; without a folder
-the stored ones are used. Then it draws ``docs/images/curves.png`` and ``valley.png``. Each picture
-carries a hash of the results and of the code that draws it: ``write`` leaves fresh pictures as they
-are, and ``tests/race/test_pictures.py`` finds stale ones. ``make docs`` calls ``write``.
+stores the results of this folder, rounded and thinned, in ``results/race.json``; without a folder
+the stored results are used. Then it draws ``docs/images/curves.png`` and ``valley.png``. Each
+picture stores a hash of the results and of the code that draws it: ``write`` redraws stale pictures
+only, and ``tests/race/test_pictures.py`` finds stale ones. ``make docs`` calls ``write``.
 """
 
 import argparse
@@ -37,13 +37,13 @@ def store(folder):
 
 
 def thinned(values):
-    """At most so many values, evenly spaced, with the first and the last."""
+    """At most this number of values, evenly spaced, including the first and the last."""
     at = np.linspace(0, len(values) - 1, min(len(values), POINTS))
     return [values[round(i)] for i in at]
 
 
 def rounded(x):
-    """With so many digits as a figure can show."""
+    """Rounded to the digits that a figure can show."""
     if isinstance(x, dict):
         return {k: rounded(v) for k, v in x.items()}
     if isinstance(x, list):
@@ -57,7 +57,7 @@ def stored():
 
 
 def stale():
-    """The pictures that are missing, or come from other results or code."""
+    """The pictures that are missing, or made from other results or code."""
     source = plots.source(stored())
     return [
         name
@@ -67,7 +67,7 @@ def stale():
 
 
 def write():
-    """Draws the pictures anew if one is stale."""
+    """Draws the pictures if one is stale."""
     if stale():
         plots.draw(stored(), IMAGES)
 

@@ -1,11 +1,11 @@
-"""What the methods for replicas send and keep: read from programs for 16 TPUs.
+"""Bytes that the methods for replicas send and store, from programs for 16 TPUs.
 
     .venv-accelerators/bin/python benchmarks/replica_bytes.py [--device v5e:4x4] [--save]
 
-The TPUs need not be there. The parameters are 12 matrices of 2048 x 4096, 100.7 million in all;
-each replica is one device, with Adam inside. The step that exchanges is compiled. Sent are the
-bytes that a device sends in rings: a sum of n devices is sent 2 (n - 1) / n times, what is gathered
-or sent to all (n - 1) / n times. Kept is what a replica keeps beside its parameters and the slots
+No TPUs are needed. The parameters are 12 matrices of 2048 x 4096, 100.7 million elements; each
+replica is one device, with Adam inside. The step with the exchange is compiled. Sent bytes are for
+ring algorithms: a sum over n devices is sent 2 (n - 1) / n times, the arrays of an all-gather or
+all-to-all (n - 1) / n times. Kept bytes are those of a replica without its parameters and the slots
 of Adam.
 """
 
@@ -49,7 +49,7 @@ def methods(replicas):
 
 
 def compiled(tx, mesh, exchanges):
-    """The report of a step that exchanges: the first fragment, if there are several."""
+    """The report of a step with an exchange: of the first fragment, if there are several."""
     when = {"exchange": True, "fragment": 0} if exchanges > 1 else {"exchange": True}
     params = [jax.ShapeDtypeStruct(SHAPE, jnp.float32)] * MATRICES
     start = lambda params: optzoo.replicas.replicate(params, tx.init(params), mesh.size)
@@ -74,7 +74,7 @@ def compiled(tx, mesh, exchanges):
 
 
 def kept(tx):
-    """Bytes beside the parameters and the slots of Adam, of one replica."""
+    """Bytes of one replica without the parameters and the slots of Adam."""
     params = [jax.ShapeDtypeStruct(SHAPE, jnp.float32)] * MATRICES
     size = lambda tree: sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
     states = [jax.eval_shape(tx.init, params) for tx in (tx, optzoo.adam(1e-3))]

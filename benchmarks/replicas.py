@@ -1,18 +1,18 @@
-"""The distributed methods: bytes sent, time for a step, and validation loss for the bytes sent.
+"""The distributed methods: bytes sent, time per step, and validation loss by bytes sent.
 
     .venv/bin/python benchmarks/replicas.py [processes buckets one bytes]
         [--rounds 9] [--save]
 
-``processes``: 10 MB of parameters in 10 arrays, on 2 and on 4 local processes that communicate
-through gloo, each pinned to one core. ``gradient_descent`` on a quadratic, whose gradient costs
-almost nothing, so the optimizer and its messages are measured. All contenders take turns in a new
-order each round, after a barrier; the time of a turn is that of the slowest process. In the *step*
-form an exchange is conditional, in the *round* form (``optzoo.replicas.scan_local_steps``) it ends
-each round. Bytes are the outputs of all collectives in the compiled program, divided by the period;
-a ring of n processes sends 2 (n - 1) / n times as much.
+``processes``: 10 MB of parameters in 10 arrays, on 2 and on 4 local processes that communicate by
+gloo, each pinned to one core. ``gradient_descent`` on a quadratic, whose gradient is cheap, so that
+the optimizer and its messages are measured. All contenders run in turns in random order, after a
+barrier; the time of a turn is that of the slowest process. In the *step* form an exchange is
+conditional, in the *round* form (``optzoo.replicas.scan_local_steps``) it ends each round. Bytes
+are the outputs of all collectives in the compiled program, divided by the period; a ring of n
+processes sends 2 (n - 1) / n times as much.
 
-``buckets``: the mean over the replicas of 10 MB in few and in many arrays, in place, with several
-sizes up to which arrays are sent together.
+``buckets``: the mean over the replicas of 10 MB in few and in many arrays, in place, for several
+maximum sizes of arrays that are sent together.
 
 ``one``: wrappers with ``axis_name=None`` around ``adam``, four matrices of 1000 x 1000, one
 core, donated: the step form, the local step (``exchange=False``) and whole rounds.
@@ -91,7 +91,7 @@ def mesh(number):
 
 
 def start(section, number):
-    """The result of a section from process 0 of so many processes."""
+    """The result of a section from process 0, run on this number of processes."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -117,7 +117,7 @@ def start(section, number):
 
 
 class Cluster:
-    """All processes, seen from one of them."""
+    """All processes, controlled by one of them."""
 
     def __init__(self):
         jax.distributed.initialize(args.coordinator, args.number, args.process)
@@ -209,7 +209,7 @@ def processes():
 
 
 def buckets():
-    """A sum of few and of many arrays, with several sizes up to which arrays are joined."""
+    """A sum of few and of many arrays, for several maximum sizes of joined arrays."""
     cluster = Cluster()
     sizes = {"none": None, "64 kB": 1 << 16, "1 MB": 1 << 20, "16 MB": 1 << 24}
     trees = {

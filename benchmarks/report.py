@@ -1,4 +1,4 @@
-"""Tables for benchmarks/results.md and figures from the stored results.
+"""Makes the tables of benchmarks/results.md and figures from the stored results.
 
     .venv/bin/python benchmarks/report.py    writes the figures to results (make bench-full does)
 
@@ -155,7 +155,7 @@ def goals_table(goals: Sequence[tuple[str, str, Callable[[str], str]]] = GOALS) 
 def dense_table() -> str:
     """Every optimizer on ResNet-50, least times."""
     peers = ("roof", "optax", "torch foreach", "torch fused")
-    lines = ["| | ns for each parameter | bytes | " + " | ".join(f"/ {p}" for p in peers) + " |"]
+    lines = ["| | ns per parameter | bytes | " + " | ".join(f"/ {p}" for p in peers) + " |"]
     lines.append("|---" * (3 + len(peers)) + "|")
     size = result("dense")["parameters"]["resnet50"]
     for name, r in result("dense")["cases"]["resnet50"].items():
@@ -227,7 +227,7 @@ _SHARDED = {
 
 
 def sharded_traffic_table() -> str:
-    """What a device sends and keeps in a step on tables sharded by rows."""
+    """The bytes that a device sends and stores in a step on tables sharded by rows."""
     found = result("sharded")["traffic"]
     lines = [
         "| | " + " | ".join(f"{n} devices" for n in found) + " |",
@@ -270,7 +270,7 @@ def sharded_rounds_table() -> str:
         devices, ids, kind = name.split(", ")
         kinds += [kind] * (kind not in kinds)
         rows.setdefault(f"{devices}, {ids}", {"capacity": r["capacity"]})[kind] = r
-    lines = [f"| | room | {' | '.join(kinds)} |", "|---" * (2 + len(kinds)) + "|"]
+    lines = [f"| | capacity | {' | '.join(kinds)} |", "|---" * (2 + len(kinds)) + "|"]
     for name, r in rows.items():
         cells = [f"{r[k]['mean']:.1f} ({r[k]['most']})" for k in kinds]
         lines.append(f"| {name} each | {r['capacity']} | {' | '.join(cells)} |")
@@ -332,7 +332,7 @@ NATIVE_GOALS: Sequence[tuple[str, str, Callable[[str], str]]] = (
 
 
 def native_goals_table() -> str:
-    """The goals of native code; where several are measured, the worst."""
+    """The goals of native code; for several measurements, the worst."""
     return goals_table(NATIVE_GOALS)
 
 
@@ -360,7 +360,7 @@ def _both(found: Mapping[str, Any], by: str) -> str:
 def native_dense_table() -> str:
     """Native steps on ResNet-50, least times, and seconds of tracing and compilation."""
     peers = {p: f"/ {p}" for p in ("roof", "XLA", "torch foreach", "torch fused")}
-    heads = ["ns for each parameter", "bytes", "XLA / roof", *peers.values(), "all s", "XLA: all s"]
+    heads = ["ns per parameter", "bytes", "XLA / roof", *peers.values(), "all s", "XLA: all s"]
     lines = ["| | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
     size = result("native_dense")["parameters"]
     for name, r in result("native_dense")["optimizers"].items():
@@ -424,7 +424,7 @@ def machine_line(name: str) -> str:
 
 
 def _of_seeds(found: Any) -> str:
-    """The mean of a form, and the probabilities of Welch's test and of that of the pairs."""
+    """The mean of a form, and the probabilities of Welch's test and of the test of pairs."""
     if isinstance(found, str):
         return found
     wrong = sum(x is None or x > DIVERGED for x in found["losses"])
@@ -463,7 +463,7 @@ def memory_cost_table() -> str:
 
 
 def memory_bytes_table() -> str:
-    """Bytes for each parameter, by what is chosen."""
+    """Bytes per parameter, by choice."""
     lines = ["| choice | weights | state | both | temporaries | `tx` |", "|---" * 6 + "|"]
     for name, found in result("little_memory_bytes")["choices"].items():
         parts = [found["weights"], found["state"], found["weights"] + found["state"]]

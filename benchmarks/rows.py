@@ -2,10 +2,10 @@
 
     .venv/bin/python benchmarks/rows.py [--case "1M x 64"] [--rounds 15] [--save]
 
-A case is a table and a number of ids in each step, with a uniform distribution or Zipf's with
-exponent 1.2. The contenders take turns in a new order each round, on one core, with donated
-arguments and other ids in each round; ids may repeat. Prints the least time and the median of each,
-and the ratio of the least times to that of ``lazy_adam``. torch is included if it is installed.
+A case is a table and a number of ids per step, with a uniform distribution or a Zipf distribution
+with exponent 1.2. The contenders run in turns in random order, on one core, with donated arguments
+and other ids in each round; ids may repeat. Prints the least and median time of each, and the ratio
+of the least times to that of ``lazy_adam``. torch is included if installed.
 """
 
 import argparse

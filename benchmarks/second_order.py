@@ -2,20 +2,20 @@
 
     .venv/bin/python benchmarks/second_order.py [--steps 300] [--seeds 8] [--save]
 
-The text is the source code of Python's standard library, byte by byte; every twentieth file is for
+The text is the source code of Python's standard library, as bytes; every twentieth file is for
 validation. The model has six layers of width 128, 1.2M parameters, and reads 16 windows of 64 bytes
-in a step. The contenders train the matrices of the layers; embedding and last layer are AdamW's, at
-one rate for all. Rates rise for 20 steps, and fall to a tenth. The rate of each contender is the
-best of a first one and of those by factors of two around it, until no further factor is better,
-on a seed that is not counted; then all train on the same seeds.
+per step. The contenders train the matrices of the layers; AdamW trains the embedding and the last
+layer, at one rate for all. Rates rise for 20 steps, and fall to a tenth. The rate of each contender
+is searched from a first one by factors of two, until no further factor is better, on a seed that is
+not evaluated; then all train on the same seeds.
 
-A difference of losses counts as proven as in track 3 of modded-nanogpt: by a one-sided z-test with
-p < 0.001, where the standard deviation is that of the seeds, the same for all contenders. The
-target is the mean last loss of AdamW; steps to it are interpolated. Times are of the contenders in
-turns, of twenty steps each.
+A difference of losses is significant as in track 3 of modded-nanogpt: by a one-sided z-test with p
+< 0.001, where the standard deviation is that of the seeds, shared by all contenders. The target is
+the mean last loss of AdamW; steps to it are interpolated. Times are of contenders in turns of
+twenty steps each.
 
-The curve of each run is a line of ``results/second_order.jsonl``. A run that is there is not
-repeated: delete the file for a new measurement.
+The curve of each run is a line of ``results/second_order.jsonl``. Runs in this file are not
+repeated: delete it for a new measurement.
 """
 
 import argparse
@@ -72,13 +72,13 @@ def texts():
 
 
 def windows(text, rng, number):
-    """Random windows, of one byte more than the model reads."""
+    """Random windows, one byte longer than the input of the model."""
     starts = rng.integers(0, len(text) - LENGTH - 1, number)
     return text[starts[:, None] + np.arange(LENGTH + 1)[None]]
 
 
 def new_params(seed):
-    """The embedding, the layers and the last layer; what a layer adds is small at first."""
+    """The embedding, the layers and the last layer; layers are initialized with small outputs."""
     keys = map(jax.random.fold_in, itertools.repeat(jax.random.key(seed)), itertools.count())
     normal = lambda m, n, scale=1.0: scale * jax.random.normal(next(keys), (m, n)) / m**0.5
     layer = lambda: {
@@ -114,7 +114,7 @@ evaluate = jax.jit(loss)
 
 
 def optimizer(make, steps):
-    """Of the whole model; the highest rate for the matrices is in the state."""
+    """The optimizer of the whole model; the peak rate of the matrices is in the state."""
     schedule = lambda peak: optax.join_schedules(
         [
             optax.linear_schedule(0.0, peak, 20),
@@ -142,7 +142,7 @@ def trainer(name):
 
 
 def curve(name, rate, seed, text, valid):
-    """The losses on the validation data, every so many steps; kept in the file of runs."""
+    """The losses on the validation data, at regular steps; stored in the file of runs."""
     run = {"name": name, "rate": rate, "seed": seed, "steps": args.steps}
     for line in RUNS.read_text().splitlines() if RUNS.exists() else ():
         if run.items() <= (kept := json.loads(line)).items():
@@ -169,7 +169,7 @@ def steps_to(target, losses):
 
 
 def tuned(first, last_loss):
-    """The losses by the rate, from the first one up and down until they rise."""
+    """The losses by rate, from the first one up and down until they rise."""
     tried = {rate: last_loss(rate) for rate in (first / 2, first, first * 2)}
     while (best := min(tried, key=tried.get)) in (low := min(tried), high := max(tried)):
         rate = best / 2 if best == low else high * 2

@@ -4,11 +4,11 @@
     .venv/bin/python benchmarks/shampoo.py --compile [--save]
 
 3.1M parameters: four matrices of 512 x 512, one of 512 x 2048 and one of 2048 x 512. The contenders
-take turns in a new order each round, with donated arguments. *Products* are only the four matrix
-products of each block, two for the statistics and two for the direction. A step that refreshes all
-roots is timed separately; the mean over 20 steps, one of which refreshes, is computed from the
-medians of both kinds of steps. SOAP needs six products: its direction is turned into the bases and
-back. Its mean is also given for its default, one refresh in 10 steps.
+run in turns in random order, with donated arguments. *Products* are only the four matrix products
+of each block, two for the statistics and two for the direction. A step that refreshes all roots is
+timed separately; the mean over 20 steps, one of which refreshes, is computed from the medians of
+both kinds of steps. SOAP needs six products, as its direction is rotated to the bases and back. Its
+mean is also given for its default, one refresh in 10 steps.
 
 Peers without a package (facebookresearch/optimizers at f606606, google-research/precondition at
 239a8cd) were timed earlier on the same shapes, on one core of the same kind; the table has their
@@ -56,7 +56,7 @@ def normal(seed):
 
 
 def products(block):
-    """``run(k)`` of the matrix products alone, on the same number of blocks."""
+    """``run(k)`` of only the matrix products, on the same number of blocks."""
     number = sum(m * n for m, n in SHAPES) // block**2
     x, h = (
         jnp.asarray(np.random.default_rng(k).normal(size=(number, block, block))) for k in (0, 1)

@@ -2,21 +2,23 @@
 
     .venv/bin/python benchmarks/sharded.py [traffic rounds one many processes large] [--save]
 
-``traffic``: the compiled step of ``lazy_adam`` on 1,048,576 x 64 rows, 4,096 ids a device, on 8 to
-64 devices of one process: the bytes that a device sends (ring algorithms; of ``sharded_minimize``
-those of the first round), what has to be sent (the distinct rows of other owners and their
-gradients), and temporaries. ``auto`` is ``optzoo.minimize`` under plain ``jit`` with a sharded
-table.
+``traffic``: the compiled step of ``lazy_adam`` on 1,048,576 x 64 rows, 4,096 ids per device, on 8
+to 64 devices of one process: the bytes that a device sends (by ring algorithms; for
+``sharded_minimize`` in the first round), the bytes that have to be sent (distinct rows of other
+owners and their gradients), and temporaries. ``auto`` is ``optzoo.minimize`` under plain ``jit``
+with a sharded table.
 
-``rounds``: how many rounds random ids need, by NumPy.
+``rounds``: the number of rounds for random ids, by NumPy.
 
-``one``: one device, against ``optzoo.minimize``. ``many``: 26 tables against one of all their rows.
+``one``: one device, compared with ``optzoo.minimize``. ``many``: 26 tables, compared with one table
+of all their rows.
 
-``processes``: 2 processes of this machine with gloo, each pinned to a core, against plain ``jit``.
+``processes``: 2 processes of this machine with gloo, each pinned to a core, compared with plain
+``jit``.
 
-``large``: a table that one process may not hold (``ulimit -v``) trains on 4.
+``large``: trains a table that exceeds the memory limit of one process (``ulimit -v``) on 4.
 
-Contenders take turns in one process. With ``--save``: ``sharded.json`` in ``results``.
+Contenders run in turns in one process. With ``--save``: ``sharded.json`` in ``results``.
 """
 
 import argparse
@@ -54,12 +56,12 @@ KINDS = ["all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective
 
 
 def mesh_of(n):
-    """All devices."""
+    """A mesh of all devices."""
     return jax.make_mesh((n,), ("shard",), axis_types=(AxisType.Auto,))
 
 
 def loss(params, ids, y):
-    """A table and a vector."""
+    """The loss of a table and a vector."""
     return jnp.mean((optzoo.lookup(params["table"], ids) @ params["w"] - y) ** 2)
 
 
@@ -86,7 +88,7 @@ def steps(mesh, tables=None):
 
 
 def traffic_of(n):
-    """One number of devices, in a process of its own."""
+    """The results for one number of devices, in its own process."""
     mesh = mesh_of(n)
     on = lambda shape, dtype, *spec: jax.ShapeDtypeStruct(
         shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
@@ -127,7 +129,7 @@ def draws(kind, rng, size):
 
 
 def rounds():
-    """The rounds of an update, at the default capacity, of 20 batches."""
+    """The rounds of an update, at the default capacity, for 20 batches."""
     out = {}
     for n in (2, 8, 64):
         s = optzoo.sharded.RowSharding(ROWS, n)
@@ -170,7 +172,7 @@ def take_turns(contenders, batches, turns):
 
 
 def place(mesh, x, *spec):
-    """An array of a mesh, of which each process has the whole."""
+    """An array on a mesh, given the whole array on each process."""
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
@@ -187,7 +189,7 @@ def entry(mesh, tx, step, tables):
 
 
 def compare(mesh, kind, names):
-    """The contenders of :func:`steps` on ids of a kind."""
+    """The contenders of :func:`steps` on ids with a distribution."""
     rng, n = np.random.default_rng(1), mesh.size
     tx, contenders = steps(mesh)
     per = 2 * IDS
@@ -213,7 +215,7 @@ def many():
 
 
 def many_of():
-    """In a process of its own."""
+    """The results of :func:`many`, in its own process."""
     mesh, tables, each, width = mesh_of(4), 26, 40_000, 16
     tx, rng = optzoo.lazy_adam(1e-3), np.random.default_rng(0)
     sharding = optzoo.sharded.RowSharding(each, 4)
@@ -250,19 +252,19 @@ def processes():
 
 
 def process_of(i, number, address):
-    """One of them."""
+    """The results of :func:`processes`, in one of the processes."""
     jax.distributed.initialize(address, number, i)
     names = ["auto", "any ids", "rounds"]
     return {k: compare(mesh_of(number), k, names) for k in ("uniform", "zipf 1.2")}
 
 
 def large():
-    """A table of 1 GiB with its two slots, 3 GiB, where a process may use 2 GiB more for them."""
+    """A table of 1 GiB with its two slots, 3 GiB in total, with a limit of 2 GiB per process."""
     return {"1 process": several(1, "large", check=False), "4 processes": several(4, "large")}
 
 
 def large_of(i, number, address):
-    """One of its processes."""
+    """The results of :func:`large`, in one of the processes."""
     limit = 2 << 30
     if number > 1:
         jax.distributed.initialize(address, number, i)
@@ -294,12 +296,12 @@ WORKERS = {"traffic": traffic_of, "many": many_of, "process": process_of, "large
 
 
 def worker(*call, devices=1):
-    """The result of a worker in a process of its own."""
+    """The result of a worker in its own process."""
     return _run([["--worker", *map(str, call)]], devices)
 
 
 def several(number, name, *, check=True):
-    """The result of process 0 of several."""
+    """The result of process 0 of several processes."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"

@@ -1,14 +1,14 @@
-"""Many small parameters: optimizers as they are and in stacks, beside optax.adam, in one run.
+"""Many small parameters: optimizers with and without stacks, compared with optax.adam.
 
     .venv/bin/python benchmarks/small_leaves.py [--case "1,000 of 10 x 10"] [--rounds 21]
         [--steps 20] [--members 16] [--save]
 
-The contenders are compiled in turns, three times each, and take turns in a new order each round,
-on one core, with donated arguments; with fewer parameters in more rounds. Two programs: an update
-alone, which passes all parameters and gradients in and out, and ``--steps`` training steps in a
-scan, in which the gradients are made. Prints medians, and their ratios to those of optax.adam. With
-the update alone goes torch's Adam, where it is installed, and ``optax.sgd``: little but the passing
-of arrays.
+The contenders are compiled in turns, three times each, and run in turns in random order, on one
+core, with donated arguments; fewer parameters have more rounds. There are two programs: a single
+update, with all parameters and gradients as arguments and results, and ``--steps`` training steps
+in a scan, which computes the gradients. Prints medians, and their ratios to those of optax.adam.
+The single update is also compared with torch's Adam, if it is installed, and with ``optax.sgd``,
+whose time is mostly that of passing arrays.
 """
 
 import argparse
@@ -33,7 +33,7 @@ CASES = {"1,000 of 10 x 10": (1000, (10, 10)), "100 of 10": (100, (10,))}
 
 
 def contenders(members):
-    """Name -> optimizer."""
+    """The optimizers by name."""
     return {
         USUAL: lambda: optax.adam(1e-3),
         "stacked optax.adam": lambda: stacked(optax.adam(1e-3), max_members=members),
@@ -55,7 +55,7 @@ def update_alone(tx, steps):
 
 
 def training(tx, steps):
-    """Steps in a scan; the gradient is cheap, and other at every step."""
+    """Steps in a scan, with a cheap gradient that differs between steps."""
 
     def run(params, state, targets):
         loss = lambda x: sum(
@@ -72,7 +72,7 @@ def training(tx, steps):
 
 
 def build(make, program, steps, params, grads):
-    """The compiled program, and the seconds that tracing, lowering and compiling took."""
+    """The compiled program, and the times of tracing, lowering and compilation."""
     jax.clear_caches()
     tx = make()
     state = jax.eval_shape(tx.init, params)

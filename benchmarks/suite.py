@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/suite.py           some minutes (make bench)
     .venv/bin/python benchmarks/suite.py --full    all, for benchmarks/results (make bench-full)
 
-Ratios are those of contenders in one run, so a busy machine changes them less than times, but they
-still have noise: a reported ratio is not a failure. Those of native code need llvmlite.
+Ratios of contenders in one run depend less on the load of the machine than times, but are still
+noisy: a reported ratio is not a failure. Ratios of native code need llvmlite.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main() -> None:
     full = parser.parse_args().full
     chosen = FULL if full else QUICK
     if importlib.util.find_spec("llvmlite") is None:
-        print("llvmlite is not installed: without the benchmarks of native code", flush=True)
+        print("llvmlite is not installed: skipping the benchmarks of native code", flush=True)
         chosen = {name: command for name, command in chosen.items() if "native.py" not in command}
     before = {p.stem: json.loads(p.read_text()) for p in (HERE / "results").glob("*.json")}
     with tempfile.TemporaryDirectory() as elsewhere:

@@ -1,12 +1,12 @@
-"""What a training step costs as its table grows: dense gradients against rows. One core.
+"""The time of a training step by table size: dense and row-sparse gradients, on one core.
 
     .venv/bin/python benchmarks/table_size.py [--rounds 9] [--save]
 
 The loss reads 4,096 rows of 64 floats. *Dense* is ``optax.adam`` on the gradient of ``jax.grad``,
 which has the size of the table; *rows* is ``optzoo.lazy_adam`` in ``optzoo.minimize``; *native* is
-the same with ``native=True``. All are compiled, with donated arguments, and take turns in one run,
-with new ids in each step. ``--save`` stores the medians in ``results/table_size.json`` and draws
-``docs/images/table_size.svg``, which can be read on a white and on a black page.
+the same with ``native=True``. All are compiled, with donated arguments, and run in turns, with new
+ids in each step. ``--save`` stores the medians in ``results/table_size.json`` and draws
+``docs/images/table_size.svg``, for light and dark pages.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def measure(rows, rounds):
 
 
 def draw(stored):
-    """One statement: a dense step grows with the table, a step on rows does not."""
+    """Draws the figure: a dense step grows with the table, a row-sparse step does not."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -5,14 +5,14 @@
         [--cores 1] [--save [NAME]]
 
 The race tunes and runs each named optimizer of the catalogue: its grid of rates, or the given ones.
-With ``--out`` the finished runs of a race in that folder are used. Steps to
-target are the mean over the seeds of the first evaluation, one every 10 steps, at or below the
-target; the target is not reached if one seed does not reach it. Seconds per step are the mean of 40
-consecutive steps, so that periodic work is included, and the median over rounds in which the
-optimizers take turns; time to target is the product. Ratios are to the optimizer named first.
+With ``--out`` the finished runs of a race in this folder are used. Steps to target are the mean
+over the seeds of the first evaluation, one every 10 steps, at or below the target; the target is
+not reached if one seed does not reach it. Seconds per step are the mean of 40 consecutive steps, so
+that periodic work is included, and the median over rounds in which the optimizers take turns; time
+to target is the product. Ratios are to the optimizer named first.
 
 With ``--save``: ``training.json``, ``training_steps.png`` and ``training_time.png`` in ``results``,
-or files that begin with another name.
+or files with another prefix.
 """
 
 import argparse

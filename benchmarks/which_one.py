@@ -1,7 +1,7 @@
 """The tables of ``docs/which_one.md``: places in the race, with what each optimizer costs.
 
-Places and times are those of ``results/race.json``; what a TPU and a GPU do is what compilers
-state of the programs that ``make facts`` compiles (``tests/accelerators/facts/facts.json``).
+Places and times are those of ``results/race.json``; figures for TPUs and GPUs are those of the
+compilers for the programs of ``make facts`` (``tests/accelerators/facts/facts.json``).
 ``make docs`` writes the tables into the page.
 """
 
@@ -54,7 +54,7 @@ def _names(group):
 
 
 def _state(name, shape):
-    """Bytes of state for each element of a float32 array."""
+    """Bytes of state per element of a float32 array."""
     entry, array = CATALOG[name], jax.ShapeDtypeStruct(shape, jnp.float32)
     return f"{describe(entry.make(entry.rate), {'w': array}).state_per_parameter:.2g}"
 
@@ -64,7 +64,7 @@ def _ratio(value, base):
 
 
 def dense():
-    """For dense models; costs are relative to those of ``adam``."""
+    """The table for dense models; costs are relative to those of ``adam``."""
     document, facts = _stored(has_tables=False), _facts()
     lines = [
         "| optimizer | mean place | step on a CPU | state, bytes for a parameter "
@@ -88,7 +88,7 @@ def dense():
 
 
 def tables():
-    """For models with embedding tables."""
+    """The table for models with embedding tables."""
     document, facts = _stored(has_tables=True), _facts()
     lines = [
         "| optimizer | place | step on a CPU, µs | the same with dense gradients "

@@ -1,6 +1,7 @@
 """Optimizers for JAX as optax transformations: all of TensorFlow 1 and RETURNN, and many more.
 
-An argument of a wrong type is a ``TypeError``, one out of its range a ``ValueError``; both name it.
+A wrong type of an argument raises ``TypeError``, a value out of range ``ValueError``; both name the
+argument.
 """
 
 __version__ = "0.1.0"

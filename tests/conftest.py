@@ -1,4 +1,4 @@
-"""Every test runs strictly (ranks are not promoted, warnings are errors) on eight devices."""
+"""All tests run strictly (no rank promotion, warnings are errors) on eight devices."""
 
 import contextlib
 import gc
@@ -46,7 +46,7 @@ for name, value in {
 
 @pytest.hookimpl(trylast=True)  # after there is a reporter
 def pytest_configure(config):
-    """Shows the progress. A program that cannot be read, or written, is compiled: no error."""
+    """Shows the progress. A cached program that cannot be read or written is compiled."""
     if not hasattr(config, "workerinput") and config.pluginmanager.has_plugin("terminalreporter"):
         config.pluginmanager.register(Progress(config))
     message = "Error (reading|writing) persistent compilation cache"
@@ -54,7 +54,7 @@ def pytest_configure(config):
 
 
 def pytest_sessionstart(session):
-    """Removes the programs that were read longest ago, down to the limit."""
+    """Removes the least recently read programs, down to the limit."""
     if hasattr(session.config, "workerinput"):
         return  # a worker of pytest-xdist
     files = []
@@ -70,30 +70,30 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Takes out what does not apply, rather than to skip it at run time; marks long tests."""
+    """Removes tests that do not apply, rather than skipping them; marks slow tests."""
     config.hook.pytest_deselected(items=select(items))
 
 
 def pytest_collection_finish(session):
-    """What is there now stays: garbage is looked for in what tests make, and less often."""
+    """Freezes existing objects, so that garbage collection is faster and less frequent."""
     gc.freeze()
     gc.set_threshold(50_000)
 
 
 @pytest.fixture(params=[*KINDS, *sorted(CATALOG.keys() - {*KINDS})], scope="module")
 def entry(request):
-    """Each optimizer of the catalogue in turn, with a step count where it needs one."""
+    """Each optimizer of the catalogue, with a step count where it needs one."""
     entry = CATALOG[request.param]
     return entry._replace(factory=samples.factory(entry))
 
 
 @pytest.fixture(autouse=True)
 def few_programs(request):
-    """Forgets compiled programs when there are many; looks again after some that are new.
+    """Clears compiled programs when there are many, checked after a number of new ones.
 
-    Each has 3 to 20 parts of memory. Linux allows a process 65,530; beyond that it crashes. Lowered
-    programs are forgotten after each test: before 0.12, JAX keeps an MLIR context for each, and the
-    next program takes the longer, the more of them there are (ten times as long after thousands).
+    Each has 3 to 20 memory mappings. Linux allows 65,530 per process, which crashes beyond. Lowered
+    programs are cleared after each test: JAX before 0.12 keeps an MLIR context for each, which
+    slows down later programs (tenfold after thousands).
     """
     yield
     for cache in LOWERED:
@@ -119,9 +119,9 @@ if jax.__version_info__ < (0, 12):
 
 @pytest.fixture(autouse=True)
 def optimizations(request):
-    """Compiles quickly, with fewer optimizations, but for tests with the mark ``optimized``.
+    """Compiles with fewer optimizations, except in tests with the mark ``optimized``.
 
-    Nor does each operation get all the frames of pytest around it.
+    Operations also do not store the stack frames of pytest.
     """
     quickly = request.node.get_closest_marker("optimized") is None
     jax.config.update("jax_disable_most_optimizations", quickly)
@@ -133,7 +133,7 @@ FRAMES = jax.config.jax_traceback_in_locations_limit
 
 @pytest.fixture
 def x64():
-    """A context in which float64 is, or is not, available."""
+    """A context manager in which float64 is, or is not, available."""
 
     @contextlib.contextmanager
     def context(enabled):

@@ -1,6 +1,6 @@
-"""What a run of the tests costs: the programs that XLA compiles, and seconds of CPU, by file.
+"""The cost of a test run: the programs that XLA compiles, and CPU seconds, by file.
 
-The number of programs does not depend on how busy the machine is. ``make costs`` runs all tests and
+The number of programs does not depend on the load of the machine. ``make costs`` runs all tests and
 records the seconds of each test function in ``costs.json``, which ``selection.py`` and
 ``progress.py`` read. ``make costs FILES=...`` records only the tests of these files.
 """
@@ -26,14 +26,14 @@ _MOST = 10  # files that are listed
 
 
 class Cost(NamedTuple):
-    """Of a test, of a file, or of all."""
+    """The cost of a test, of a file, or of all."""
 
     programs: int = 0
     stored: int = 0  # of these, those that were read from the compilation cache
     seconds: float = 0.0  # of CPU, with those of the processes that a test starts
 
     def plus(self, other: "Cost", sign: int = 1) -> "Cost":
-        """The sum, or the difference."""
+        """The sum or difference of two costs."""
         return Cost(*(a + sign * b for a, b in zip(self, other, strict=True)))
 
 
@@ -51,12 +51,12 @@ def _recorded() -> dict:
 
 
 def expected(name: str) -> float:
-    """Seconds of CPU of a case, with the programs that it compiles, where they were recorded."""
+    """The recorded CPU seconds of a case, including the compilation of programs."""
     return _recorded()["cases"].get(function_of(name), _UNKNOWN)
 
 
 def speed() -> float:
-    """That of this process, by what it takes to trace a small program, to that of the record."""
+    """The speed of tracing a small program in this process, relative to the record."""
     return _recorded()["small program"] / _small_program()
 
 
@@ -71,7 +71,7 @@ def _small_program() -> float:
 
 
 def _record(costs: dict[str, Cost], *, is_part: bool = False) -> None:
-    """Writes the record anew; of a part of the tests those alone, at the speed of the record."""
+    """Writes the record; for a part of the tests only theirs, at the speed of the record."""
     functions = collections.defaultdict(list)
     for name, cost in costs.items():
         functions[function_of(name)].append(cost.seconds)
@@ -89,7 +89,7 @@ def _record(costs: dict[str, Cost], *, is_part: bool = False) -> None:
 
 
 def pytest_addoption(parser):
-    """For ``make costs``."""
+    """Adds the options of ``make costs``."""
     parser.addoption("--record-costs", action="store_true", help="writes tests/costs.json")
 
 
@@ -101,7 +101,7 @@ jax.monitoring.register_event_listener(lambda name, **more: _counts.update([name
 
 
 def programs() -> int:
-    """How many this process has compiled, or read."""
+    """The number of programs that this process has compiled or read."""
     return _counts[_COMPILED]
 
 
@@ -111,7 +111,7 @@ def _now() -> Cost:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item, nextitem):
-    """Notes the cost before a test."""
+    """Records the cost before a test."""
     del nextitem
     item.stash[_BEFORE] = _now()
     return (yield)
@@ -119,7 +119,7 @@ def pytest_runtest_protocol(item, nextitem):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """The last report of a test has its cost, which pytest-xdist hands on."""
+    """Stores the cost in the last report of a test, which pytest-xdist transfers."""
     report = yield
     if call.when == "teardown":
         report.user_properties.append(("cost", list(_now().plus(item.stash[_BEFORE], -1))))
@@ -130,7 +130,7 @@ _BEFORE = pytest.StashKey[Cost]()
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The costs of all tests, and of the most expensive files."""
+    """Prints the costs of all tests, and of the most expensive files."""
     costs, files = {}, collections.defaultdict(Cost)
     for reports in terminalreporter.stats.values():
         for report in reports:

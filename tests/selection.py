@@ -1,6 +1,6 @@
-"""Which tests `make test` runs: of each test function so many cases as a short time pays.
+"""Selects the tests of `make test`: as many cases of each test function as fit a time limit.
 
-A test that does not apply to an optimizer is left out, never skipped.
+A test that does not apply to an optimizer is deselected, never skipped.
 """
 
 import collections
@@ -38,7 +38,7 @@ KINDS = (
 
 
 # The tests that do not apply to an optimizer, and why; with the id of a case, to this case.
-NORM = "a norm of all parameters flattened into one is another norm"
+NORM = "flattened parameters have other norms"
 BY_ROWS = {"test_flatten": "flattened, every element is a row"}
 IN_32_BITS = "test_slots_keep_their_dtype[float32-bfloat16]"
 COUNTERS = {IN_32_BITS: "counters stay in float32: in 16 bits they would end at 256"}
@@ -52,7 +52,7 @@ OF_MATRICES = {
 }
 ONE_VECTOR = "all parameters are one vector, on purpose: of a part of them it is another problem"
 WINDOW = "the window has one more axis; tests/second_order/test_ggt.py has one for it"
-MOMENTUM = "its rule for rows is another: momentum"
+MOMENTUM = "its rule for rows is that of momentum"
 EXEMPT: dict[str, dict[str, str]] = {
     "adafactor": {
         "test_flatten": NORM,
@@ -100,7 +100,7 @@ EXEMPT: dict[str, dict[str, str]] = {
 
 
 def chosen_first(cases: Iterable[str], chosen: Collection[str]) -> list[str]:
-    """The cases in another order: `make test` runs the first cases of a test."""
+    """Puts cases first, since `make test` runs the first cases of a test."""
     cases = list(cases)
     if unknown := {*chosen} - {*cases}:
         raise ValueError(f"chosen cases that do not exist: {sorted(unknown)}")
@@ -108,7 +108,7 @@ def chosen_first(cases: Iterable[str], chosen: Collection[str]) -> list[str]:
 
 
 def select(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Takes out, and returns, what does not apply; marks what is not quick as ``full``."""
+    """Removes, and returns, tests that do not apply; marks slow ones as ``full``."""
     out = [item for item in items if _does_not_apply(item)]
     items[:] = [item for item in items if item not in out]
     functions = collections.defaultdict(list)
@@ -123,9 +123,9 @@ def select(items: list[pytest.Item]) -> list[pytest.Item]:
 def _slow(cases: list[pytest.Item]) -> Iterator[pytest.Item]:
     """The cases of a test function that only ``make test-full`` runs.
 
-    The first cases are quick, until they take BUDGET. Those with a value of a parameter that no
-    case before has come before the others; with the mark ``every_value`` all of them are quick.
-    With the mark ``unique`` one case is quick, however long it takes.
+    The first cases are quick, up to a total time of BUDGET. Cases with a new value of a parameter
+    precede the others; with the mark ``every_value`` all of them are quick. With the mark
+    ``unique`` one case is quick, for any time.
     """
     cost, spent = costs.expected(cases[0].nodeid), 0.0
     marked = lambda name: cases[0].get_closest_marker(name) is not None
@@ -138,7 +138,7 @@ def _slow(cases: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def _in_turn(cases: list[pytest.Item]) -> Iterator[tuple[pytest.Item, bool]]:
-    """The cases with new values of parameters before the others, and whether they have one."""
+    """Cases with new values of parameters, then the others; and whether each has a new value."""
     seen, others = set(), []
     for item in cases:
         values = _values(item)
@@ -152,7 +152,7 @@ def _in_turn(cases: list[pytest.Item]) -> Iterator[tuple[pytest.Item, bool]]:
 
 
 def _values(item: pytest.Item) -> set[tuple[str, object]]:
-    """The values of the parameters of a case; of objects, such as a list, which one it is."""
+    """The values of the parameters of a case; for objects, such as a list, their identity."""
     case = getattr(item, "callspec", None)
     if case is None:
         return {("case", item.nodeid)}
@@ -161,7 +161,7 @@ def _values(item: pytest.Item) -> set[tuple[str, object]]:
 
 
 def _does_not_apply(item: pytest.Item) -> bool:
-    """Whether the test is one of those that EXEMPT names for its optimizer."""
+    """Whether EXEMPT lists the test for its optimizer."""
     case = getattr(item, "callspec", None)
     optimizer = case and case.params.get("entry")
     if not isinstance(optimizer, str):

@@ -193,8 +193,8 @@ def test_a_schedule_returns_a_number(factory, name):
     x = jnp.ones((2, 2))
     for value, must in {
         "[0.5]": r"number, got \[0\.5\]",
-        "jnp.ones(1)": r"one number, got an array of shape \(1,\)",
-        "np.ones((2, 2))": r"one number, got an array of shape \(2, 2\)",
+        "jnp.ones(1)": r"a scalar, got an array of shape \(1,\)",
+        "np.ones((2, 2))": r"a scalar, got an array of shape \(2, 2\)",
         "None": "number, got None",
     }.items():
         tx = make(factory, **{name: lambda step, value=value: eval(value)})
@@ -344,7 +344,7 @@ def test_a_learning_rate_that_nothing_reads(name, inner):
         return
     update(tx, learning_rate=None)
     argument = {"groups": "the group 'table'", "graft": "length"}.get(name, "inner")
-    with pytest.raises(TypeError, match=f"learning_rate, but nothing in {argument} reads it"):
+    with pytest.raises(TypeError, match=f"learning_rate, but {argument} does not use it"):
         call()
     # The fix that the error names.
     rate = optzoo.transforms.scale_by_learning_rate(0.1)

@@ -199,7 +199,7 @@ def test_slots_whose_names_are_parts_of_each_other():
     for name, want in {"m": 1, "ema_m": 2, "m_ema": 3}.items():
         assert optzoo.get_slot(state, name) == {"m": want, "ema_m": want}
     for name in ("ema", "a_m", "m_", "_m", "M"):
-        with pytest.raises(ValueError, match="no slot is called"):
+        with pytest.raises(ValueError, match="no slot has the name"):
             optzoo.get_slot(state, name)
 
 

@@ -44,8 +44,8 @@ def test_nothing_is_broken(site):
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        ('<a href="no_such_page.html">x</a>', "no_such_page.html there is no such file"),
-        ('<a href="gallery.html#nowhere">x</a>', "gallery.html#nowhere there is no such anchor"),
+        ('<a href="no_such_page.html">x</a>', "no_such_page.html does not exist"),
+        ('<a href="gallery.html#nowhere">x</a>', "gallery.html#nowhere has no such anchor"),
         ('<script src="https://cdn.example.org/x.js"></script>', "is loaded from elsewhere"),
         ('<p style="background: url(//example.org/x.png)">x</p>', "is loaded from elsewhere"),
     ],
@@ -129,7 +129,7 @@ def test_names_without_a_page_are_found_and_the_check_fails(tmp_path):
     )
     done = run("check.py", "--site", tmp_path)
     assert done.returncode == 1
-    assert "index.html: gone.html there is no such file\n" in done.stdout
+    assert "index.html: gone.html does not exist\n" in done.stdout
     assert "api/optzoo.ftrl.html: optzoo.ftrl this public name has no page\n" in done.stdout
-    assert "search.html: AdamOptimizer finds [] and not api/optzoo.adam\n" in done.stdout
+    assert "search.html: AdamOptimizer finds [], but not api/optzoo.adam\n" in done.stdout
     assert "search.html: summaries are read by a request, which fails from disk\n" in done.stdout

@@ -42,7 +42,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        """Collects what an element refers to."""
+        """Collects the references of an element."""
         values = {name: value or "" for name, value in attrs}
         self._in_style = tag == "style"
         # The page of the race follows an address with the name of an optimizer by its script.
@@ -59,13 +59,13 @@ class Page(HTMLParser):
         self.loads += _loaded_by_css(values.get("style", ""))
 
     def handle_data(self, data):
-        """Collects what a style sheet inside of the page loads."""
+        """Collects the resources loaded by an inline style sheet."""
         if self._in_style:
             self.loads += _loaded_by_css(data)
 
 
 class Failure(NamedTuple):
-    """What is wrong: the page, the link or name, and why."""
+    """A failure: the page, the link or name, and the reason."""
 
     page: str
     link: str
@@ -79,14 +79,14 @@ def _loaded_by_css(text: str) -> list[str]:
 
 
 def _loaded_by_script(text: str) -> list[str]:
-    """Addresses that a script loads by itself, as far as they are written in it."""
+    """Addresses loaded by a script, as far as they are literals."""
     call = r"(?:fetch|import|importScripts|Worker|EventSource)\(\s*[`'\"](\w+:)?//[^`'\"]+"
     assigned = r"\.(?:src|href)\s*=\s*[`'\"](\w+:)?//[^`'\"]+"
     return [match[0] for match in re.finditer(f"{call}|{assigned}", text)]
 
 
 def check_links(site: pathlib.Path, pages: dict[str, Page]) -> Iterator[Failure]:
-    """Every link and anchor of every page leads somewhere; nothing is loaded from elsewhere."""
+    """Every link and anchor resolves; no resource is loaded from another site."""
     for name, page in pages.items():
         for link in page.loads:
             if link.startswith("data:"):
@@ -103,22 +103,22 @@ def check_links(site: pathlib.Path, pages: dict[str, Page]) -> Iterator[Failure]
 
 
 def _broken(site: pathlib.Path, pages: dict[str, Page], name: str, link: str) -> str:
-    """Why a link does not resolve; empty if it does."""
+    """The reason why a link does not resolve; empty if it does."""
     path, anchor = unquote(urlsplit(link).path), unquote(urlsplit(link).fragment)
     file = ((site / name).parent / path).resolve() if path else site.resolve() / name
     file = file / "index.html" if file.is_dir() else file
     if not file.is_file():
-        return "there is no such file"
+        return "does not exist"
     if not file.is_relative_to(site.resolve()):
         return "leads out of the site"
     target = pages.get(str(file.relative_to(site.resolve())))
     if anchor and target is not None and anchor not in target.anchors:
-        return "there is no such anchor"
+        return "has no such anchor"
     return ""
 
 
 def check_assets(site: pathlib.Path) -> Iterator[Failure]:
-    """Style sheets, scripts and pictures load nothing from elsewhere, and what they load exists."""
+    """Style sheets, scripts and pictures load only existing files of the site."""
     for file in sorted(site.rglob("*")):
         name = str(file.relative_to(site))
         if file.suffix == ".css":
@@ -136,7 +136,7 @@ def check_assets(site: pathlib.Path) -> Iterator[Failure]:
 
 
 def check_names(pages: dict[str, Page]) -> Iterator[Failure]:
-    """Every public name has a page, and the entry of the name is on it."""
+    """Every public name has a page with its entry."""
     for name in public.names():
         page = pages.get(f"api/{name}.html")
         if page is None:
@@ -146,7 +146,7 @@ def check_names(pages: dict[str, Page]) -> Iterator[Failure]:
 
 
 def search(site: pathlib.Path, words: str) -> list[str]:
-    """The pages that the search of the site finds, as its script does: stems, all words."""
+    """The pages that the search of the site finds, by its algorithm: stems, all words."""
     from sphinx.search import languages
 
     text = (site / "searchindex.js").read_text()
@@ -174,7 +174,7 @@ def _imported(path: str):
 
 
 def check_search(site: pathlib.Path) -> Iterator[Failure]:
-    """The search finds optimizers by the original's name and by that of this library."""
+    """The search finds optimizers by their original name and by that of this library."""
     for words, page in {
         "AdamOptimizer": "api/optzoo.adam",
         "FtrlOptimizer": "api/optzoo.ftrl",
@@ -186,21 +186,21 @@ def check_search(site: pathlib.Path) -> Iterator[Failure]:
         "resume": "docs/tasks/resume_tf1",
     }.items():
         if page not in (found := search(site, words)):
-            yield Failure("search.html", words, f"finds {found} and not {page}")
+            yield Failure("search.html", words, f"finds {found}, but not {page}")
 
 
 def check_disk(site: pathlib.Path) -> Iterator[Failure]:
-    """The search needs no server, and does not find the pages of folders that are no guide."""
+    """The search works without a server, and does not find pages that are not part of the guide."""
     options = site / "_static" / "documentation_options.js"
     if not options.exists() or "SHOW_SEARCH_SUMMARY: false" not in options.read_text():
         yield Failure("search.html", "summaries", "are read by a request, which fails from disk")
     for page in search(site, "test"):
         if page.startswith(("tests/", "benchmarks/", "examples/")):
-            yield Failure("search.html", page, "is found, and is no guide")
+            yield Failure("search.html", page, "is found, but is not part of the guide")
 
 
 def check_contrast(site: pathlib.Path) -> Iterator[Failure]:
-    """Code can be read in both schemes: 4.5 to 1, as WCAG asks."""
+    """Code is readable in both schemes: contrast of 4.5 to 1, as required by WCAG."""
     file = site / "_static" / "pygments.css"
     text = re.sub(r"/\*.*?\*/", "", file.read_text() if file.exists() else "")
     rules = [(s.strip(), body) for s, body in re.findall(r"([^{}]+)\{([^{}]*)\}", text)]

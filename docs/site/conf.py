@@ -1,4 +1,4 @@
-"""The configuration of Sphinx. build.py runs it; nothing is loaded from elsewhere."""
+"""The configuration of Sphinx. build.py runs it; nothing is loaded from other sites."""
 
 import ast
 import inspect
@@ -67,7 +67,7 @@ TABLES = pages.TABLES
 
 
 def signature(app, what, name, thing, options, given, returned):
-    """The signature of a function as its source has it, rather than with aliases expanded."""
+    """The signature of a function as in its source, without expanded aliases."""
     if not inspect.isfunction(thing):
         return None
     try:
@@ -84,12 +84,12 @@ def signature(app, what, name, thing, options, given, returned):
 
 
 def skip(app, what, name, thing, would_skip, options):
-    """Leaves out the fields of named tuples, whose docstrings say nothing."""
+    """Skips the fields of named tuples, whose docstrings are empty."""
     return True if type(thing).__name__ == "_tuplegetter" else None
 
 
 def resolve(app, env, node, content):
-    """Leads names of modules inside of optzoo to the public name of the same object."""
+    """Resolves names in modules of optzoo to the public name of the same object."""
     target = node.get("reftarget", "")
     domain = env.domains["py"]
     for name in (target, BY_LAST.get(target.rpartition(".")[2])):

@@ -58,7 +58,7 @@ def write(source: pathlib.Path, cache: pathlib.Path) -> None:
 
 
 def state_bytes(entry: optzoo.catalog.Entry) -> str:
-    """The bytes of state for each parameter of a table."""
+    """The bytes of state per parameter of a table."""
     state = optzoo.describe(entry.make(), {"table": TABLE}).state_per_parameter
     return f"{state:.2f}".rstrip("0").rstrip(".") if state >= 0.005 else "0"
 
@@ -72,7 +72,7 @@ def card(name: str, when: tuple[str, str], time: dict | None) -> str:
         "When not": when[1],
         "Original": f"`{entry.original}`" if entry.original else "optzoo",
         "Rows": f"{{py:func}}`{entry.rows} <optzoo.rules.{entry.rows}>`",
-        "State": f"{state_bytes(entry)} bytes for each parameter",
+        "State": f"{state_bytes(entry)} bytes per parameter",
     }
     if time:
         milliseconds, roof = time["median s"]["optzoo"] * 1e3, time["ratios of median"]["roof"]

@@ -1,4 +1,4 @@
-"""Formulas as MathML, made when the site is built: no script or font is loaded to show them."""
+"""Formulas as MathML, generated when the site is built: they need no scripts or fonts."""
 
 import html
 import re
@@ -11,11 +11,11 @@ logger = logging.getLogger(__name__)
 
 
 def to_mathml(latex: str, *, block: bool = False) -> str:
-    """A formula of LaTeX as a ``math`` element, with its source as title for search and copying.
+    """A LaTeX formula as a ``math`` element, with its source as the title for search and copying.
 
     Args:
         latex: the formula, without dollar signs.
-        block: whether it stands in a line of its own; several lines are aligned at ``&``.
+        block: whether it is a display formula, whose lines are aligned at ``&``.
     """
     latex = latex.strip()
     body = latex.replace("{aligned}", "{align*}")
@@ -27,9 +27,9 @@ def to_mathml(latex: str, *, block: bool = False) -> str:
 
 
 def _warned(node: nodes.Node, mathml: str) -> str:
-    """The formula, with a warning if a command of LaTeX is unknown and stands in it as it is."""
+    """The formula, with a warning if it contains an unknown LaTeX command."""
     if unknown := re.search(r"<m[ion]>(\\\w+|&)</m[ion]>", mathml):
-        logger.warning("unknown in a formula: %s", unknown[1], location=node)
+        logger.warning("unknown command in a formula: %s", unknown[1], location=node)
     return mathml
 
 
@@ -40,7 +40,7 @@ def visit_inline(self, node: nodes.math) -> None:
 
 
 def visit_block(self, node: nodes.math_block) -> None:
-    """Writes a formula in a line of its own."""
+    """Writes a display formula."""
     mathml = _warned(node, to_mathml(node.astext(), block=True))
     self.body.append(f'<div class="formula">{mathml}</div>\n')
     raise nodes.SkipNode

@@ -1,4 +1,4 @@
-"""The source of the site: a copy of the pages, and those made from notebooks and docstrings."""
+"""The source of the site: a copy of the pages, and pages of notebooks and docstrings."""
 
 import base64
 import functools
@@ -137,7 +137,7 @@ ABOUT = {
 
 
 def write(source: pathlib.Path) -> None:
-    """Writes all pages of the site but the gallery to a folder, as files of the same paths."""
+    """Writes all pages of the site except the gallery to a folder, with the same paths."""
     for pattern in PICTURES:
         for path in ROOT.glob(pattern):
             _put(source, path.relative_to(ROOT), path.read_bytes())
@@ -171,7 +171,7 @@ def target_of(path: pathlib.Path) -> pathlib.PurePath:
 
 
 def _page(source: pathlib.Path, path: pathlib.Path) -> list[pathlib.Path]:
-    """Writes the page of a file; returns the files of the repository that it links to."""
+    """Writes the page of a file; returns the files of the repository to which it links."""
     if path.suffix == ".md":
         text = path.read_text()
     elif path.suffix == ".ipynb":
@@ -206,7 +206,7 @@ def _page(source: pathlib.Path, path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _notebook(source: pathlib.Path, path: pathlib.Path) -> str:
-    """A notebook with its stored outputs as Markdown; its pictures become files."""
+    """A notebook with its stored outputs as Markdown; its pictures are written to files."""
     parts = []
     cells = list(enumerate(json.loads(path.read_text())["cells"]))
     for i, cell in sorted(cells, key=lambda numbered: not _is_title(numbered[1])):
@@ -299,7 +299,7 @@ def _title(text: str) -> str:
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
-    """A list of names and what they are, which a wide page shows as two columns."""
+    """A list of names and descriptions, which a wide page shows in two columns."""
     lines = ["", ".. rst-class:: names", ""]
     for first, second in rows:
         lines += [first, f"   {second or '-'}", ""]
@@ -313,7 +313,7 @@ def _toctree(caption: str, pages: list[str]) -> str:
 
 @functools.cache
 def when_to_use() -> dict[str, tuple[str, str]]:
-    """For each optimizer when to use it, and when not, as Markdown."""
+    """When to use each optimizer, and when not, as Markdown."""
     lines = tomllib.loads((pathlib.Path(__file__).parent / "when.toml").read_text())
     if lines.keys() != optzoo.CATALOG.keys():
         wrong = ", ".join(sorted(lines.keys() ^ optzoo.CATALOG.keys()))

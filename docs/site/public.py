@@ -1,4 +1,4 @@
-"""The public names of optzoo, each with the object it stands for; nothing else lists them."""
+"""The public names of optzoo and their objects, the single list of them."""
 
 import ast
 import functools
@@ -36,7 +36,7 @@ MODULES = tuple(
 def names() -> dict[str, Any]:
     """The object of each public name, such as ``optzoo.adam`` or ``optzoo.rules.RowsRule``.
 
-    A name of another module that is the same object as one of optzoo has no entry of its own.
+    A name of another module for the same object as a name of optzoo has no entry.
     """
     found = _of(optzoo)
     known = {id(thing) for thing in found.values()}
@@ -47,12 +47,12 @@ def names() -> dict[str, Any]:
 
 @functools.cache
 def by_last_part() -> dict[str, str]:
-    """The full name for the last part of each public name; that of optzoo itself goes first."""
+    """The full name of the last part of each public name; names in optzoo itself have priority."""
     return {n.rpartition(".")[2]: n for n in sorted(names(), key=lambda n: -n.count("."))}
 
 
 def _of(module: Any) -> dict[str, Any]:
-    """The names in ``__all__`` of a module, and those that it imports as themselves."""
+    """The names in ``__all__`` of a module, and its explicit re-exports."""
     nodes = ast.walk(ast.parse(inspect.getsource(module)))
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     aliases = {a.name for node in imports for a in node.names if a.asname == a.name}

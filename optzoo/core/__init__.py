@@ -1,1 +1,1 @@
-"""What all other folders build on: numerics, checks, paths, gradients, row-sparse gradients."""
+"""The base of all other folders: numerics, checks, paths, gradients, row-sparse gradients."""

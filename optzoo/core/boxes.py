@@ -1,11 +1,11 @@
-"""Boxes: nodes of a tree that hold one array and say what its axes are.
+"""Boxes: nodes of a tree with a single array, often with metadata of its axes.
 
 Flax's ``Partitioned`` and variables, haliax' ``NamedArray`` and modules with one array, such as
-``equinox.nn.Embedding``, are boxes. Any class is one that is a node of a tree with one child, which
-is an array; but containers are not: dicts, lists and tuples.
+``equinox.nn.Embedding``, are boxes. Any pytree class with one child that is an array is a box,
+except dicts, lists and tuples.
 
-A slot is in the box of its parameter if it has its shape. If it has other axes, it is in a box that
-names these where the class of the box has names of axes, and else it is there without a box.
+A slot with the shape of its parameter is in the box of the parameter. A slot with other axes is in
+a box that names them if the class of the box has names of axes, otherwise in no box.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class BoxKey:
 
     @property
     def is_name(self) -> bool:
-        """Whether it is a part of the parameter's name, as ``weight`` is of a module's."""
+        """Whether the key is part of the name of the parameter, like ``weight`` in a module."""
         return isinstance(self.field, GetAttrKey) and self.field != _VALUE
 
 
 def is_box(x: Any, is_leaf: Callable[[Any], bool] = is_sparse_or_none) -> bool:
-    """Whether a node of a tree is a box: its only child is an array, or something else it holds.
+    """Whether a node of a tree is a box: its only child is an array or another leaf.
 
     Args:
         x: the node.
-        is_leaf: whether something that is no array is a leaf.
+        is_leaf: whether an object that is not an array is a leaf.
     """
     child = _only_child(x)
     return child is not None and (is_leaf(child[1]) or jax.tree_util.all_leaves([child[1]]))
@@ -67,16 +67,16 @@ def _only_child(x: Any) -> tuple[Any, Any] | None:
 
 
 def content(x: Any) -> Any:
-    """What is in a box; what is none, as it is.
+    """The content of a box; any other object unchanged.
 
-    It may be more than one array: states of old versions have tuples in boxes.
+    It may have several arrays: states of old versions have tuples in boxes.
     """
     child = _only_child(x)
     return x if child is None else child[1]
 
 
 def refilled(x: Any, value: Any) -> Any:
-    """A box with another content; the content alone where there is no box."""
+    """The box with another content; the content itself if there is no box."""
     if _only_child(x) is None:
         return value
     return jax.tree.structure(x, is_leaf=lambda child: child is not x).unflatten([value])
@@ -86,14 +86,14 @@ def refilled(x: Any, value: Any) -> Any:
 
 
 def unboxed(tree: Any) -> Any:
-    """The tree with arrays in the place of boxes."""
+    """The tree with arrays in place of boxes."""
     return jax.tree.map(content, tree, is_leaf=_is_leaf)
 
 
 def marks_of_boxes(marks: Any) -> Any:
-    """A mask with the mark of an array in the place of its box: ``optax.masked`` hides both.
+    """A mask with the mark of an array in place of its box, so that ``optax.masked`` hides both.
 
-    So no box is left without an array. A box that is a part of the parameter's name stays.
+    This leaves no box without an array. Boxes that are part of the name of a parameter remain.
     """
 
     def of_each(x):
@@ -104,14 +104,14 @@ def marks_of_boxes(marks: Any) -> Any:
 
 
 class Boxes:
-    """The boxes of a tree of gradients or parameters, in which slots may be, too.
+    """The boxes of a tree of gradients or parameters, also for their slots.
 
-    A state keeps each slot as it is there: in a box of the same class, or alone.
+    A state keeps each slot in a box of the same class, or without one.
 
     Args:
         updates: the tree. SparseRows are leaves.
-        none: whether None is one, also in a box: a missing gradient. Otherwise what is in its place
-            in other trees is no slot: None, or ``optax.MaskedNode`` in a group.
+        none: whether None, also in a box, is a leaf: a missing gradient. Otherwise there is no slot
+            in its place in other trees, but None, or ``optax.MaskedNode`` in a group.
     """
 
     def __init__(self, updates: Any, *, none: bool = True):
@@ -121,7 +121,7 @@ class Boxes:
         self.contents = list(map(content, self.nodes))  # the gradients
 
     def slots(self, tree: Any) -> list[Any]:
-        """The slots of a tree, without boxes; ``ValueError`` if it is of other parameters."""
+        """The slots of a tree, without boxes; ``ValueError`` if the parameters differ."""
         found = self._found(tree)
         pairs = [(found[i], g) for i, g in zip(self._kept, self.nodes, strict=True)]
         return [content(x) if type(x) is type(g) else x for x, g in pairs]
@@ -135,7 +135,7 @@ class Boxes:
         return self.treedef.unflatten(found)
 
     def _found(self, tree: Any) -> list[Any]:
-        """What a tree has in the place of each node."""
+        """The part of a tree for each node."""
         found = self.treedef.flatten_up_to(tree)
         kept = set(self._kept)
         others = (x for i, x in enumerate(found) if i not in kept)
@@ -149,13 +149,14 @@ def _is_leaf(x: Any) -> bool:
 
 
 def map_parameters(f: Callable[..., Any], params: Any, *rest: Any, lines: bool = False) -> Any:
-    """``f`` of each parameter: a slot, in a box where it may be.
+    """Applies ``f`` to each parameter; puts the resulting slot in a box where possible.
 
     Args:
-        f: of an array.
+        f: a function of an array.
         params: the parameters.
-        *rest: trees like them, whose leaves ``f`` gets, too.
-        lines: whether ``f`` takes :class:`Lines`. If not, what it makes of the array is in lines.
+        *rest: trees like the parameters; their leaves are further arguments of ``f``.
+        lines: whether ``f`` supports :class:`Lines`. Otherwise it gets the array, and its result is
+            put in lines.
     """
 
     def of_each(box, *others):
@@ -170,9 +171,9 @@ def map_parameters(f: Callable[..., Any], params: Any, *rest: Any, lines: bool =
 
 
 def without_boxes(tx: optax.GradientTransformation) -> Optimizer:
-    """The same transformation, which sees arrays in the place of boxes.
+    """The same transformation, applied to arrays in place of boxes.
 
-    So its state has none. It is for states with several arrays for one parameter.
+    Its state has no boxes. Use it for states with several arrays for one parameter.
     """
     about, tx = about_of(tx), optax.with_extra_args_support(tx)
 
@@ -188,7 +189,7 @@ def without_boxes(tx: optax.GradientTransformation) -> Optimizer:
 
 
 def _in_box(box: Any, slot: Any, make: Callable[[Any], Any]) -> Any:
-    """A slot in the box of its parameter, or in one that names its axes, or alone."""
+    """Puts a slot in the box of its parameter, in a box that names its axes, or in no box."""
     if not hasattr(slot, "shape"):
         return slot
     x = jax.eval_shape(jnp.asarray, content(box))  # it may be a number
@@ -203,7 +204,7 @@ def _in_box(box: Any, slot: Any, make: Callable[[Any], Any]) -> Any:
 
 
 def with_sizes(tree: Any) -> Any:
-    """A tree whose arrays have other sizes than before, with boxes that state these."""
+    """A tree whose arrays have changed sizes, with the sizes in its boxes updated."""
 
     def of_each(x):
         if not is_box(x) or _renamer(x) is not _renamed_array:
@@ -220,7 +221,7 @@ def _renamer(box: Any) -> Callable[..., Any] | None:
 
 
 def lengthened(x: Any, axis: int | None) -> Any:
-    """The shape of a parameter, or of a table in lines, that is longer along one of its axes."""
+    """The shape of a parameter, or of a table in lines, with one axis lengthened."""
     shape = tuple(2 * n + 1 if i == axis else n for i, n in enumerate(x.shape))
     if is_lines(x):
         return Lines(jax.ShapeDtypeStruct(shape_of_lines(shape), x.dtype), shape)
@@ -230,18 +231,19 @@ def lengthened(x: Any, axis: int | None) -> Any:
 def axes_of(
     slot: tuple[int, ...], x: tuple[int, ...], longer: Sequence[tuple[int, ...]]
 ) -> tuple[int | None, ...] | None:
-    """Which axes of a parameter the axes of a slot are; None for those that are others.
+    """Maps the axes of a slot to axes of its parameter; None for other axes.
 
-    They are those that are longer where the parameter's are: shapes alone would not tell the
+    Axes correspond if lengthening one lengthens the other. Shapes alone would not distinguish the
     columns of a square matrix from its rows.
 
     Args:
         slot: the shape of the slot.
         x: the shape of the parameter.
-        longer: by axes of the parameter the shape of the slot where it is :func:`lengthened`.
+        longer: for each axis of the parameter, the shape of the slot after this axis is
+            :func:`lengthened`.
 
     Returns:
-        For each axis of the slot that of the parameter. None if the lengths are not of such axes.
+        For each axis of the slot, the axis of the parameter. None if the lengths do not match.
     """
     found: list[int | None] = [None] * len(slot)
     for i, (n, other) in enumerate(zip(x, longer, strict=True)):
@@ -288,7 +290,7 @@ def _renamed_array(box: Any, slot: Any, axes: tuple[int | None, ...]) -> Any:
 
 
 def taken(names: Any, axes: tuple[int | None, ...]) -> tuple[Any, ...]:
-    """Of the names of a parameter's axes those of a slot's axes; None for others."""
+    """The names of a slot's axes, from those of the parameter; None for others."""
     of = dict(enumerate(names))  # a specification may have fewer than there are axes
     return tuple(None if axis is None else of.get(axis) for axis in axes)
 

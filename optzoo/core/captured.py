@@ -1,4 +1,4 @@
-"""The arrays that a function has captured, such as hyper-parameters, as arguments of it."""
+"""Converts arrays captured by a function, such as hyper-parameters, to arguments."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jax import Array
 def captured(
     f: Callable[..., Any],
 ) -> tuple[list[Array], Callable[[Sequence[Array]], Callable[..., Any]]]:
-    """The arrays that a function has captured, and the function with others in their places.
+    """The arrays that a function has captured, and a function of replacements for them.
 
-    They are looked for in the variables and defaults of a function, the arguments of a partial, the
-    object of a method, and in dataclasses, tuples, lists and dicts there.
+    Searches the variables and defaults of a function, the arguments of a partial, the object of a
+    method, and dataclasses, tuples, lists and dicts in them.
 
     Example:
         >>> import jax.numpy as jnp
@@ -39,7 +39,7 @@ def captured(
 
 
 def _replaced(x: Any, change: Callable[[Array], Any], known: dict[int, Any]) -> Any:
-    """``x`` with ``change`` of each array in it; the same object if none is changed."""
+    """``x`` with ``change`` applied to each array in it; the same object if nothing changes."""
     if isinstance(x, jax.Array):
         return change(x)
     if id(x) not in known:
@@ -52,7 +52,7 @@ def _replaced(x: Any, change: Callable[[Array], Any], known: dict[int, Any]) -> 
 
 
 def _parts(x: Any) -> list[Any]:
-    """What an object of a known kind holds."""
+    """The parts of an object of a known type."""
     match x:
         case types.FunctionType():
             cells = [cell.cell_contents for cell in x.__closure__ or () if _is_filled(cell)]
@@ -71,7 +71,7 @@ def _parts(x: Any) -> list[Any]:
 
 
 def _rebuilt(x: Any, parts: list[Any]) -> Any:
-    """An object like ``x`` that holds other parts."""
+    """An object like ``x`` with other parts."""
     match x:
         case types.FunctionType():
             *contents, defaults, keywords = parts

@@ -1,4 +1,4 @@
-"""Checks of arguments, at construction and in updates; a traced value has only a type to check."""
+"""Checks of arguments, at construction and in updates; for traced values, of types only."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def check(
 ) -> None:
     """Checks real numbers by name: Python numbers, NumPy scalars and arrays without axes.
 
-    A traced array (inside of ``optax.inject_hyperparams``) passes: its value comes later.
+    A traced array (inside of ``optax.inject_hyperparams``) passes, since its value is unknown.
 
     Args:
-        must: what the values must be, for the error.
-        ok: whether a value is that.
+        must: the requirement on the values, for the error.
+        ok: a function that tests a value.
         schedule: whether a schedule (a callable) passes.
         none: whether None passes.
         infinite: whether infinity may pass.
-        on_device: whether the values of JAX's arrays are read, which waits for the device.
+        on_device: whether values of JAX arrays are read, which waits for the device.
         fix: the end of the errors, after a colon.
         **arguments: the values by name.
 
     Raises:
-        TypeError: naming an argument that is not a number.
-        ValueError: naming an argument that has axes, is not finite or is not ``ok``.
+        TypeError: if an argument is not a number.
+        ValueError: if an argument has axes, is not finite or is not ``ok``.
     """
     kinds = " or a schedule (a function of the step)" * schedule + " or None" * none
     end = f": {fix}" if fix else ""
@@ -56,7 +56,7 @@ def check(
             continue
         if not _is_real(value):
             if callable(value) and not fix:
-                end = ": optax.inject_hyperparams takes a schedule for it"
+                end = ": use optax.inject_hyperparams for a schedule"
             raise TypeError(f"{name} must be a number{kinds}, got {value!r}{end}")
         if np.shape(value):
             raise ValueError(f"{name} must be a scalar, got shape {np.shape(value)}{end}")
@@ -75,7 +75,7 @@ def _is_real(value: Any) -> bool:
 
 
 def _known(value: Any) -> float | None:
-    """The value of a real scalar, None if it is traced or on the devices of other processes."""
+    """The value of a real scalar; None if it is traced or on devices of other processes."""
     if isinstance(value, jax.core.Tracer):
         return None
     if isinstance(value, jax.Array) and not value.is_fully_replicated:
@@ -87,10 +87,10 @@ def _known(value: Any) -> float | None:
 
 
 def check_decays(**arguments: Any) -> list[Any]:
-    """Checks decay rates, in [0, 1), and returns the values to compute with.
+    """Checks decay rates, in [0, 1), and returns the values to use.
 
-    ``optax.inject_hyperparams`` gives them in the dtype of the parameters. In 16 bits 0.999 is
-    rounded to one, and a mean would never change: it is replaced by the largest value below one.
+    ``optax.inject_hyperparams`` converts them to the dtype of the parameters. In 16 bits 0.999 is
+    rounded to 1, with which a mean would never change: it is replaced by the largest value below 1.
     """
     is_short = lambda v: hasattr(v, "dtype") and has_16_bits(v.dtype)
     below_one = lambda v: jnp.minimum(v.astype(jnp.float32), 1 - float(jnp.finfo(v.dtype).epsneg))
@@ -101,31 +101,31 @@ def check_decays(**arguments: Any) -> list[Any]:
 
 
 def check_finite(**arguments: Any) -> None:
-    """:func:`check` that values are finite, with its options."""
+    """Checks that values are finite, with the options of :func:`check`."""
     check("a finite number", math.isfinite, **arguments)
 
 
 def check_positive(**arguments: Any) -> None:
-    """:func:`check` that values are above zero and finite, with its options."""
+    """Checks that values are positive and finite, with the options of :func:`check`."""
     check("positive", lambda v: v > 0, **arguments)
 
 
 def check_not_negative(**arguments: Any) -> None:
-    """:func:`check` that values are at least zero and finite, with its options."""
+    """Checks that values are at least zero and finite, with the options of :func:`check`."""
     check("zero or positive", lambda v: v >= 0, **arguments)
 
 
 def check_fraction(**arguments: Any) -> None:
-    """:func:`check` that values are from zero to one, with its options."""
+    """Checks that values are from zero to one, with the options of :func:`check`."""
     check("in [0, 1]", lambda v: 0 <= v <= 1, **arguments)
 
 
 def check_size(least: int = 0, **arguments: Any) -> int:
-    """Checks a size, or another whole number on which shapes depend, and returns it as an int."""
+    """Checks a size, or another integer that determines shapes, and returns it as an int."""
     [(name, value)] = arguments.items()
     try:
         if isinstance(value, bool | np.bool_):
-            raise TypeError("a bool is no size")
+            raise TypeError("a bool is not a size")
         size = operator.index(value)
     except (TypeError, jax.errors.ConcretizationTypeError) as error:
         fix = "shapes depend on it, so list it in the static_args of optax.inject_hyperparams"
@@ -152,7 +152,7 @@ def check_flags(**arguments: Any) -> None:
 
 
 def check_floating(more: str = "", **arguments: Any) -> None:
-    """Raises ``TypeError`` unless each argument is a real dtype; ``more`` ends what it must be."""
+    """Raises ``TypeError`` unless each argument is a real dtype; ``more`` extends the error."""
     for name, dtype in arguments.items():
         try:
             is_floating = jnp.issubdtype(dtype, jnp.floating)
@@ -163,7 +163,7 @@ def check_floating(more: str = "", **arguments: Any) -> None:
 
 
 def check_function(what: str = "a function", **arguments: Any) -> None:
-    """Raises ``TypeError`` unless each argument is a function, which ``what`` describes."""
+    """Raises ``TypeError`` unless each argument is a function; ``what`` describes it."""
     for name, value in arguments.items():
         if not callable(value):
             raise TypeError(f"{name} must be {what}, got {value!r}")
@@ -179,9 +179,9 @@ def check_transformation(**arguments: Any) -> None:
 
 
 def is_array(x: Any) -> bool:
-    """Whether it is an array, perhaps an abstract one, or a number.
+    """Whether ``x`` is an array, possibly abstract, or a number.
 
-    A leaf that describes an array, such as a ``ParameterSpec`` of AXLearn, is none.
+    A leaf that describes an array, such as a ``ParameterSpec`` of AXLearn, is not an array.
     """
     if not (hasattr(x, "dtype") and hasattr(x, "shape")):
         return isinstance(x, int | float | complex)
@@ -191,19 +191,19 @@ def is_array(x: Any) -> bool:
 
 
 def check_params(params: Any) -> None:
-    """Raises optax's ``ValueError`` if ``update`` needs the parameters and got none."""
+    """Raises optax's ``ValueError`` if ``update`` needs the parameters and they are missing."""
     if params is None:
         raise ValueError(NO_PARAMS_MSG)
 
 
 def check_rate(learning_rate: Any, *, positive: bool = False) -> None:
-    """:func:`check` of a learning rate: a schedule, or a finite number, ``positive`` if asked."""
+    """:func:`check` of a learning rate: a schedule or a finite number, optionally ``positive``."""
     check_value = check_positive if positive else check_finite
     check_value(schedule=True, learning_rate=learning_rate)
 
 
 def with_decay_per_step(factory: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Refuses ``weight_decay=`` where the decay, ``weight_decay_per_step``, ignores the rate."""
+    """Refuses ``weight_decay=`` for a factory whose ``weight_decay_per_step`` ignores the rate."""
 
     @functools.wraps(factory)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -225,10 +225,10 @@ _OF_UPDATE = {
 
 
 def check_update_arguments(extra_args: Mapping[str, Any]) -> None:
-    """Checks the keyword arguments of ``update``; the values of JAX's arrays are not read.
+    """Checks the keyword arguments of ``update``; does not read values of JAX arrays.
 
-    A transformation must ignore arguments that it does not know, which another one may read. But
-    a name that is nearly one of ours is a typing error.
+    A transformation must ignore unknown arguments, which another one may use. But a name similar to
+    one of this library is a typing error.
     """
     for name in extra_args:
         right = right_name(name)
@@ -249,7 +249,7 @@ def check_update_arguments(extra_args: Mapping[str, Any]) -> None:
 
 @functools.cache
 def right_name(name: str) -> str:
-    """The keyword of ours that a name is, or nearly is; the name itself if there is none."""
+    """The keyword of this library that equals or resembles a name; otherwise the name itself."""
     plain = name.lower().replace("_", "")
     if plain == "lr":
         return "learning_rate"

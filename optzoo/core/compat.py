@@ -1,6 +1,6 @@
-"""What the library needs of JAX and optax beyond their stable public API, by one name for each.
+"""Access to JAX and optax beyond their stable public API, with one name for each use.
 
-``tests/core/test_compat.py`` checks every one of them against the installed versions.
+``tests/core/test_compat.py`` checks all of them against the installed versions.
 """
 
 import functools
@@ -39,15 +39,15 @@ LAPACK_WAITS_FOR_THREADS = jaxlib.version.__version_info__ < (0, 12)
 def make_primitive(
     name: str, f: Callable[..., Array], tangent: Callable[..., Array], batch: Callable[..., Any]
 ) -> Any:
-    """A primitive that computes ``f(*args, **params)``, so that jaxprs show where it is used.
+    """A primitive that computes ``f(*args, **params)``, whose uses are visible in jaxprs.
 
     Args:
-        name: of the primitive, in jaxprs.
-        f: of two arrays, and of keywords that are static.
+        name: the name of the primitive, in jaxprs.
+        f: a function of two arrays and static keywords.
         tangent: ``tangent(t, *args, **params)`` is the derivative along ``t``, a tangent of the
-            first array. The second one has none.
-        batch: ``batch(args, axes, **params)`` gives the result and its batch axis; the axis of an
-            array without one is None.
+            first array. The second array is not differentiated.
+        batch: ``batch(args, axes, **params)`` returns the result and its batch axis; the axis of an
+            unbatched array is None.
     """
     primitive = Primitive(name)
     primitive.def_impl(f)
@@ -81,10 +81,10 @@ mlir.register_lowering(_grouped_p, _lower_grouped, cacheable=False)  # each with
 
 
 def group_shardings(new: Array, like: Array) -> Array:
-    """``new``, which XLA divides over automatic axes of a mesh as ``like``, of the same shape.
+    """``new``, which XLA divides over automatic mesh axes like ``like``, of the same shape.
 
-    It is ``jax.experimental.shard_alike``, which JAX 0.12 no longer has. Where
-    ``jax_use_shardy_partitioner`` is off, XLA chooses.
+    Equals ``jax.experimental.shard_alike``, which JAX 0.12 removed. If
+    ``jax_use_shardy_partitioner`` is off, XLA chooses the sharding.
     """
     return _grouped_p.bind(new, like)
 
@@ -99,16 +99,17 @@ def make_replaceable(
 ) -> Any:
     """A primitive with several results that computes ``f(*args, **params)``.
 
-    It can be found in jaxprs. In derivatives and under ``vmap`` it is the operations of ``f``.
+    It is visible in jaxprs. In derivatives and under ``vmap`` it is replaced by the operations of
+    ``f``.
 
     Args:
-        name: of the primitive, in jaxprs.
-        f: of arrays, and of keywords that are static.
-        types: ``types(*avals, **params)`` are the types of the results, if they are known.
-        on: by platforms, such as ``cpu``, what gives the function that takes the place of ``f``
-            there: ``on[platform](ctx, **params)``.
-        check_plain: ``check_plain(where, **params)`` raises an error if ``f`` itself may not run
-            ``where`` it would: on other platforms, under ``vmap``, in derivatives.
+        name: the name of the primitive, in jaxprs.
+        f: a function of arrays and static keywords.
+        types: ``types(*avals, **params)`` returns the types of the results, if they are known.
+        on: ``on[platform](ctx, **params)`` returns the function that replaces ``f`` on a platform,
+            such as ``cpu``.
+        check_plain: ``check_plain(where, **params)`` raises an error if ``f`` itself must not run
+            in a context: on other platforms, under ``vmap``, in derivatives.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -159,21 +160,21 @@ _constant_p = make_replaceable("optzoo_constant", _made)
 
 
 def inline_constant(a: Any) -> Array:
-    """A constant array as an operation, so that it is no input of the jaxpr that is traced."""
+    """A constant array as an operation, so that it is not an input of the traced jaxpr."""
     a = np.asarray(a)
     return _constant_p.bind(data=a.tobytes(), dtype=a.dtype, shape=a.shape)[0]
 
 
 class custom_jvp:
-    """``jax.custom_jvp``, whose rule applies however often, and wherever, it is differentiated.
+    """``jax.custom_jvp`` whose rule applies in derivatives of any order and in any context.
 
-    JAX 0.10 forgets the rules of ``jax.custom_jvp`` in a ``scan`` that is differentiated in reverse
-    and then again. What remains is the derivative of the function itself: without a word NaN, or
-    zero, where a rule is needed.
+    JAX 0.10 drops the rules of ``jax.custom_jvp`` in a ``scan`` that is differentiated in reverse
+    and then again. It then silently computes the derivative of the function itself: NaN or zero
+    where a rule is needed.
 
     Args:
-        f: of arrays, or trees of arrays.
-        nondiff_argnums: the arguments that are no arrays. The rule gets them first.
+        f: a function of arrays, or trees of arrays.
+        nondiff_argnums: the arguments that are not arrays. The rule gets them first.
     """
 
     def __init__(self, f: Callable[..., Any], nondiff_argnums: Sequence[int] = ()):
@@ -183,13 +184,13 @@ class custom_jvp:
         self._traced = dict[Any, Any]()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: not what JAX has traced."""
+        """The pickled state, without traced functions."""
         return {**vars(self), "_traced": {}}
 
     def defjvp(self, rule: Callable[..., Any]) -> None:
-        """Sets the rule, ``rule(*static, primals, tangents)``, which gives outputs and tangents.
+        """Sets the rule, ``rule(*static, primals, tangents)``, which returns outputs and tangents.
 
-        The tangent of integers is of the dtype ``float0``, as in JAX.
+        Tangents of integers have the dtype ``float0``, as in JAX.
         """
         self._rule = rule
 
@@ -274,15 +275,15 @@ mlir.register_lowering(_custom_jvp_p, mlir.lower_fun(_evaluate, multiple_results
 
 
 def can_partition(ctx: Any) -> bool:
-    """Whether :func:`partitioned_by_first` is possible in the program that is lowered."""
+    """Whether :func:`partitioned_by_first` is supported in the lowered program."""
     axes = ctx.module_context.axis_context
     return getattr(axes, "device_assignment", None) is not None or hasattr(axes, "mesh")
 
 
 def number_of_partitions(ctx: Any) -> int:
-    """In how many parts XLA may divide an array of the program that is lowered.
+    """The number of parts into which XLA may divide an array of the lowered program.
 
-    Inside of ``shard_map`` the axes of the mesh that it took over do not count.
+    Inside of ``shard_map`` its mesh axes are not included.
     """
     axes = ctx.module_context.axis_context
     if hasattr(axes, "num_devices"):
@@ -300,14 +301,15 @@ def partitioned_by_first(
     arrays: Sequence[int],
     outs: Sequence[int],
 ) -> Callable[..., Any]:
-    """``f`` on the part of each device, however groups of equally sharded arrays are sharded.
+    """Applies ``f`` to the parts of a device, for any sharding of groups of equally sharded arrays.
 
     Args:
-        f: of scalars, and of the arrays of each group; gives arrays of each group, elementwise.
-        shared: how many scalars there are.
-        shapes: of the arrays of each group.
-        arrays: how many arguments each group has.
-        outs: how many results each group has.
+        f: an elementwise function of scalars and the arrays of each group that returns arrays of
+            each group.
+        shared: the number of scalars.
+        shapes: the shapes of the arrays of each group.
+        arrays: the number of arguments of each group.
+        outs: the number of results of each group.
     """
     firsts = [shared + sum(arrays[:k]) for k in range(len(arrays))]
     names = [" ".join(f"d{k}x{d}" for d in range(len(s))) for k, s in enumerate(shapes)]
@@ -340,7 +342,7 @@ def partitioned_by_first(
 
 
 def kept_arguments(lowered: Any) -> list[int]:
-    """Which arguments of a lowered function its program has, by position: not those it never reads.
+    """The indices of the arguments of a lowered function that its program has: those it reads.
 
     In JAX 0.12, ``jax.stages.Lowered`` has no public name for it.
     """
@@ -350,7 +352,7 @@ def kept_arguments(lowered: Any) -> list[int]:
 def result_types(lowered: Any) -> Any:
     """The types of the results of a lowered function, as a tree.
 
-    ``lowered.out_info`` has their shardings, and fails if one has a layout and no sharding.
+    ``lowered.out_info`` has their shardings, but fails for a layout without a sharding.
     """
     return lowered.out_tree.unflatten(lowered._lowering.compile_args["global_out_avals"])
 
@@ -362,24 +364,24 @@ DEMANDS_LAYOUTS = jax.__version_info__ >= (0, 11, 1)
 
 
 def may_be_for_tpus() -> bool:
-    """Whether programs that are traced here may be compiled for TPUs, which need not be here."""
+    """Whether programs traced here may be compiled for TPUs, possibly on another machine."""
     return importlib.util.find_spec("libtpu") is not None or jax.default_backend() == "tpu"
 
 
 def is_tracing() -> bool:
-    """Whether a transformation of JAX is at work: what is called now becomes a part of it."""
+    """Whether a JAX transformation is tracing, so that calls become part of it."""
     return not _trace_state_clean()
 
 
 def can_demand_layouts() -> bool:
-    """Whether a layout may be demanded of the results of a program, and matters."""
+    """Whether layouts of results can be required, and have an effect."""
     return DEMANDS_LAYOUTS and may_be_for_tpus()
 
 
 def in_row_major(x: Array) -> Array:
-    """The array; as a result of a program it is row-major, as on CPUs and GPUs it is anyway.
+    """The array; as a result of a program it is row-major, as it always is on CPUs and GPUs.
 
-    ``jax.export`` refuses programs with a demand, so there is none where it would do nothing.
+    ``jax.export`` refuses programs with a required layout, so none is set where it has no effect.
     """
     if not can_demand_layouts():
         return x
@@ -390,7 +392,7 @@ def in_row_major(x: Array) -> Array:
 
 
 def eigh_by_jacobi(a: Array, **options: Any) -> tuple[Array, Array]:
-    """``jnp.linalg.eigh`` by the Jacobi iteration of XLA, which the CPU does not have."""
+    """``jnp.linalg.eigh`` by the Jacobi iteration of XLA, which is not available on the CPU."""
     jacobi = lax.linalg.EighImplementation.JACOBI
     vectors, values = lax.linalg.eigh(a, implementation=jacobi, **options)
     return values, vectors
@@ -400,7 +402,7 @@ def eigh_by_jacobi(a: Array, **options: Any) -> tuple[Array, Array]:
 
 
 def opaque_dtype(name: str, words: int, tag: str) -> Any:
-    """A dtype of elements of some words of 32 bits; all transformations of JAX let it pass.
+    """A dtype of elements of several 32-bit words, supported by all transformations of JAX.
 
     ``jax.random.wrap_key_data(words, impl=...)`` and ``jax.random.key_data`` reinterpret the bits.
     Arithmetic raises a TypeError or ValueError with the ``tag``.
@@ -431,15 +433,15 @@ def in_same_trace(a: Any, b: Any) -> bool:
 
 
 def has_side_effects(jaxpr: Any) -> bool:
-    """Whether a program does more than compute, such as print.
+    """Whether a program has side effects, such as printing.
 
-    To JAX it is an effect to read the number of a device, too.
+    In JAX, reading the index of a device is an effect, too.
     """
     return any(not isinstance(e, _NamedAxisEffect) for eqn in jaxpr.eqns for e in eqn.effects)
 
 
 def varying(x: Any) -> frozenset[str]:
-    """The mesh axes along which ``x`` may differ inside a checked ``shard_map``.
+    """The mesh axes over which ``x`` may vary inside a checked ``shard_map``.
 
     ``x`` is an array, the shape or the type of one, or a value of a jaxpr.
     """
@@ -451,24 +453,24 @@ def varying(x: Any) -> frozenset[str]:
 
 
 def cast_varying(x: Array, axes: tuple[str, ...]) -> Array:
-    """The same values, typed as different along mesh axes along which they were the same."""
+    """The same values, typed as varying over mesh axes over which they were invariant."""
     return lax.pcast(x, axes, to="varying")
 
 
 def vary(x: Array, axes: Iterable[str]) -> Array:
-    """The same values, typed as different along at least these mesh axes."""
+    """The same values, typed as varying over at least these mesh axes."""
     missing = tuple(sorted(set(axes) - varying(x)))
     return cast_varying(x, missing) if missing else x
 
 
 def vary_as(tree: Any, like: Any) -> Any:
-    """The same arrays, typed as different along the mesh axes of all arrays of another tree."""
+    """The same arrays, typed as varying over the mesh axes of all arrays of another tree."""
     axes = frozenset[str]().union(*map(varying, jax.tree.leaves(like)))
     return jax.tree.map(lambda a: vary(a, axes), tree) if axes else tree
 
 
 def shape_varying(shape: tuple[int, ...], dtype: Any, axes: Iterable[str]) -> Any:
-    """The shape of an array that may differ along these mesh axes."""
+    """The shape of an array that may vary over these mesh axes."""
     axes = frozenset(axes)
     if hasattr(jax.sharding, "ManualAxisType"):
         kind: dict[str, Any] = {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)}
@@ -478,7 +480,7 @@ def shape_varying(shape: tuple[int, ...], dtype: Any, axes: Iterable[str]) -> An
 
 
 def gather_invarying(tree: Any, axes: str | tuple[str, ...], dimension: int = 0) -> Any:
-    """The arrays of all devices along mesh axes joined, typed as the same on all of them."""
+    """Concatenates the arrays of all devices along mesh axes, typed as invariant."""
     # Before JAX 0.10 it is only a function without a public name.
     if jax.__version_info__ >= (0, 10):
         return lax.all_gather(tree, axes, axis=dimension, tiled=True, to="invarying")

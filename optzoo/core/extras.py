@@ -1,4 +1,4 @@
-"""How the packages that an extra needs are installed: for error messages."""
+"""Installation of the packages of an extra, for error messages."""
 
 
 def how_to_install(extra: str) -> str:

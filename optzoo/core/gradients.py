@@ -18,11 +18,11 @@ _FREEZE = "freeze the parameter with a gradient of None or optax.masked"
 
 
 class GradientTypeError(TypeError):
-    """A gradient, or its parameter, of a type that no optimizer takes."""
+    """A gradient, or its parameter, has a type that no optimizer supports."""
 
 
 class GradientShapeError(ValueError):
-    """A gradient that does not have the shape of its parameter."""
+    """A gradient does not have the shape of its parameter."""
 
 
 def check_gradients(
@@ -32,16 +32,16 @@ def check_gradients(
 
     Args:
         updates: a tree of gradients; the arrays may be abstract.
-        params: a tree like it, or None for a list of None. Of optax's ``LookaheadParams`` the fast
-            ones count.
-        allow_complex: whether complex numbers pass, which an inner optimizer may take.
+        params: a tree like it, or None for a list of None. For optax's ``LookaheadParams``, the
+            fast parameters are used.
+        allow_complex: whether complex numbers pass, which an inner optimizer may support.
 
     Raises:
-        GradientTypeError: if a gradient, or the parameter of one, is not of a real floating-point
-            dtype of at least 16 bits; if a real parameter has a complex gradient; or if a gradient
-            is unreduced, or a parameter reduced, along an axis of a mesh.
-        GradientShapeError: if a gradient's shape is not that of its parameter, or it is not in the
-            box of its parameter.
+        GradientTypeError: if a gradient or its parameter does not have a real floating-point dtype
+            of at least 16 bits; if a real parameter has a complex gradient; or if a gradient is
+            unreduced, or a parameter reduced, along an axis of a mesh.
+        GradientShapeError: if a gradient does not have the shape of its parameter, or is not in its
+            box.
     """
     params = params.fast if isinstance(params, optax.LookaheadParams) else params
     gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
@@ -61,7 +61,7 @@ def check_gradients(
 
 
 def check_leaves(*, abstract: bool = True, **trees: Any) -> None:
-    """Raises ``TypeError`` unless all leaves are arrays of any dtype; perhaps ``abstract`` ones."""
+    """Raises ``TypeError`` unless all leaves are arrays of any dtype, optionally ``abstract``."""
     for name, tree in trees.items():
         for path, x in leaves_with_path(tree):
             if not is_array(x) or (not abstract and isinstance(x, jax.ShapeDtypeStruct)):
@@ -73,19 +73,19 @@ def check_arrays(tree: Any, *, abstract: bool = True) -> None:
     """Checks arrays: new parameters, tables, or gradients without parameters.
 
     Args:
-        tree: of arrays, or one.
+        tree: a tree of arrays, or one array.
         abstract: whether shapes without values pass.
 
     Raises:
-        GradientTypeError: if a leaf is no array; if an array has random keys or is a gradient of
-            integers; or if it is unreduced, or reduced, along an axis of a mesh.
+        GradientTypeError: if a leaf is not an array; if an array has random keys or is a gradient
+            of integers; or if an array is unreduced, or reduced, along an axis of a mesh.
     """
     for path, x in leaves_with_path(tree):
         if not is_array(x):
-            raise GradientTypeError(f"array '{path_name(path)}' must be one of numbers, got {x!r}")
+            raise GradientTypeError(f"array '{path_name(path)}' must have numbers, got {x!r}")
         if not abstract and isinstance(x, jax.ShapeDtypeStruct):
             raise GradientTypeError(
-                f"array '{path_name(path)}' has no values, got {x!r}: jax.eval_shape takes shapes"
+                f"array '{path_name(path)}' has no values, got {x!r}: use jax.eval_shape for shapes"
             )
         dtype = None if is_protected(x) else getattr(x, "dtype", None)
         fix = _fix_special(dtype)
@@ -94,7 +94,7 @@ def check_arrays(tree: Any, *, abstract: bool = True) -> None:
 
 
 def _partial_sum(x: Any) -> str:
-    """The error of an array that is unreduced or reduced along an axis of a mesh, or nothing."""
+    """The error for an array that is unreduced or reduced along a mesh axis, or an empty text."""
     spec = spec_of(x)
     if spec.unreduced:
         return (
@@ -103,14 +103,14 @@ def _partial_sum(x: Any) -> str:
         )
     if spec.reduced:
         return (
-            f"is reduced along mesh axes {sorted(spec.reduced)}: give the array that jax.reshard "
-            "made it of"
+            f"is reduced along mesh axes {sorted(spec.reduced)}: give the array from which "
+            "jax.reshard made it"
         )
     return ""
 
 
 def _mistake(g: Any, x: Any, allow_complex: bool) -> tuple[type[Exception], str] | None:
-    """The type and the text of the error of a gradient and its parameter; None if all is right."""
+    """The type and the text of the error of a gradient and its parameter; None without an error."""
     if g is None:
         if type(x) not in (dict, list, tuple):  # it may be a box
             return None
@@ -119,11 +119,11 @@ def _mistake(g: Any, x: Any, allow_complex: bool) -> tuple[type[Exception], str]
             "for each parameter without a gradient"
         )
     if not is_array(g):
-        return GradientTypeError, f"has a gradient that is no array, got {g!r}"
+        return GradientTypeError, f"has a gradient that is not an array, got {g!r}"
     if x is not None and not jax.tree_util.all_leaves([x]):
         return GradientShapeError, (
-            f"is in a {type(x).__name__} and its gradient is not: differentiate with respect to "
-            "the parameters as they are, or put the gradient into one, too"
+            f"is in a {type(x).__name__}, but its gradient is not: differentiate with respect to "
+            "the same parameters, or put the gradient into one, too"
         )
     of_x = None if x is None else dtype_of(x)
     if of_x is not None and (fix := _fix(of_x, allow_complex)):
@@ -140,11 +140,11 @@ def _mistake(g: Any, x: Any, allow_complex: bool) -> tuple[type[Exception], str]
         return None
     if _is_complex(dtype) and not _is_complex(of_x):
         return GradientTypeError, (
-            f"is real but its gradient of dtype {dtype}: take its real part, or make the parameter "
-            "complex, with optax.contrib.split_real_and_imaginary around the optimizer"
+            f"is real, but its gradient has dtype {dtype}: take its real part, or make the "
+            "parameter complex, with optax.contrib.split_real_and_imaginary around the optimizer"
         )
     if not fits(g, x):
-        return GradientShapeError, f"has shape {jnp.shape(x)} but its gradient {jnp.shape(g)}"
+        return GradientShapeError, f"has shape {jnp.shape(x)}, but its gradient {jnp.shape(g)}"
     return None
 
 
@@ -154,7 +154,7 @@ def _is_complex(dtype: Any) -> bool:
 
 @functools.cache
 def _fix(dtype: Any, allow_complex: bool) -> str:
-    """What to do about a dtype that no optimizer takes; nothing if they do."""
+    """The fix for a dtype that no optimizer supports; empty for others."""
     if fix := _fix_special(dtype):
         return fix
     if _is_complex(dtype):
@@ -167,7 +167,7 @@ def _fix(dtype: Any, allow_complex: bool) -> str:
 
 
 def _fix_special(dtype: Any) -> str:
-    """What to do about a dtype that allows no arithmetic; nothing if it does."""
+    """The fix for a dtype without arithmetic; empty for others."""
     if dtype == jax.dtypes.float0:  # of jax.grad with allow_int
         return _FREEZE
     is_key = has_keys(dtype)

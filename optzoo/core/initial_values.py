@@ -1,11 +1,11 @@
-"""The warning of initial values from which an optimizer does not learn."""
+"""The warning about initial values from which an optimizer does not learn."""
 
 
 class InitialValueWarning(UserWarning):
-    """An optimizer cannot start from the initial values of the parameters.
+    """An optimizer cannot train from the initial values of the parameters.
 
-    The first update of FTRL replaces most of them (:func:`optzoo.ftrl_from`). LAMB and LARS by rows
-    never move a row of zeros, as which ``optzoo.growing`` makes rows without ``init``.
+    The first update of FTRL replaces most of them (:func:`optzoo.ftrl_from`). Row-wise LAMB and
+    LARS never update rows of zeros, which ``optzoo.growing`` creates without ``init``.
 
     Example:
         >>> import warnings

@@ -1,4 +1,4 @@
-"""Tables whose rows lie side by side in lines of 128 lanes, so that a TPU does not pad them."""
+"""Tables with several rows in each line of 128 lanes, which TPUs do not pad."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _FIELD = GetAttrKey("value")  # as the field of a box of Flax: it is in no name 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lines:
-    """A table in lines: made by :func:`optzoo.rows.to_lines`, read by :func:`optzoo.lookup`.
+    """A table in lines, made by :func:`optzoo.rows.to_lines` and read by :func:`optzoo.lookup`.
 
-    A TPU stores each row of a table that is gathered and scattered by rows in a multiple of 128
-    lanes. Lines hold several rows side by side, so that little memory is left over: row ``i`` is
-    part ``i % k`` of line ``i // k``.
+    If a table is gathered and scattered by rows, a TPU pads each row to a multiple of 128 lanes. A
+    line has several rows side by side, with little padding: row ``i`` is part ``i % k`` of line
+    ``i // k``.
 
-    It is a tree with one leaf, the array of lines; its gradient has SparseRows in the place of it,
+    It is a pytree with one leaf, the array of lines, in whose place the gradient has SparseRows,
     which ``Lines`` marks as rows of lines.
 
     Example:
@@ -42,10 +42,10 @@ class Lines:
         ((1000, 16), (125, 128))
 
     Attributes:
-        value: the array, of shape ``(number of lines, lanes)``; of two slots side by side of shape
-            ``(number of lines, 2 * lanes)``; of a slot with one number for each row as it is.
+        value: the array, of shape ``(number of lines, lanes)``; for two slots side by side
+            ``(number of lines, 2 * lanes)``; a slot with one number for each row is unchanged.
             Integers with rows of another width are in lines of their own.
-        shape: of the table, ``(num_rows, *row_shape)``.
+        shape: the shape of the table, ``(num_rows, *row_shape)``.
     """
 
     value: Any
@@ -88,7 +88,7 @@ def has_lines(tree: Any) -> bool:
 
 
 def rows_per_line(row_shape: Sequence[int]) -> int:
-    """How many rows of a table of rows of this shape are in a line."""
+    """The number of rows in a line, for rows of this shape."""
     width = math.prod(row_shape)
     return max(1, _lanes(width) // max(1, width))
 
@@ -106,11 +106,12 @@ def _lanes(width: int) -> int:
 
 
 def to_lines(table: Any, like: Any = None) -> Any:
-    """A table in lines; or a tree of arrays with those in lines that another tree has in lines.
+    """Converts a table to lines; or those arrays of a tree that are in lines in another tree.
 
-    On a TPU, tables of narrow rows take several times less memory in lines: a row of 16 numbers
-    takes 16 lanes, and not 128. By the compiler's estimate a step of Adam takes 1.4 times as many
-    cycles as with padded rows, and 3.4 times at width 100 (benchmarks/accelerator_facts.md).
+    On a TPU, tables of narrow rows need several times less memory in lines: a row of 16 numbers
+    uses 16 lanes, not 128. The compiler estimates that a step of Adam takes 1.4 times as many
+    cycles as with padded rows, and 3.4 times as many at width 100
+    (benchmarks/accelerator_facts.md).
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -125,13 +126,13 @@ def to_lines(table: Any, like: Any = None) -> Any:
         (1000, 16)
 
     Args:
-        table: an array of shape ``(num_rows, *row_shape)``; or a tree, such as a state of the same
-            optimizer for plain arrays.
-        like: a tree with :class:`Lines` in the places of some of the arrays.
+        table: an array of shape ``(num_rows, *row_shape)``; or a tree, such as a state for plain
+            arrays.
+        like: a tree with :class:`Lines` in place of some of the arrays.
 
     Raises:
-        TypeError: if the table is no array of numbers, and ``like`` is not given.
-        ValueError: if the table is a scalar, or an array is not of the shape of its table.
+        TypeError: if the table is not an array of numbers, and ``like`` is not given.
+        ValueError: if the table is a scalar, or an array does not have the shape of its table.
     """
     if like is None:
         if not jax.tree_util.all_leaves([table]):
@@ -141,13 +142,13 @@ def to_lines(table: Any, like: Any = None) -> Any:
             )
         is_abstract = isinstance(table, jax.ShapeDtypeStruct)
         if is_abstract or not is_array(table) or has_keys(getattr(table, "dtype", None)):
-            fix = ": jax.eval_shape(optzoo.rows.to_lines, table) takes it" * is_abstract
+            fix = ": use jax.eval_shape(optzoo.rows.to_lines, table)" * is_abstract
             raise TypeError(f"table must be an array of numbers, got {table!r}{fix}")
         if not jnp.ndim(table):
-            raise ValueError(f"table: a table has at least one axis, got {table!r}")
+            raise ValueError(f"table must have at least one axis, got {table!r}")
         if not math.prod(jnp.shape(table)):
             raise ValueError(
-                f"table: one without elements, of shape {jnp.shape(table)}, has no lines: leave it "
+                f"table of shape {jnp.shape(table)} has no elements, and so no lines: keep it as "
                 "an array"
             )
         return as_lines(jnp.asarray(table), jnp.shape(table))
@@ -155,10 +156,10 @@ def to_lines(table: Any, like: Any = None) -> Any:
 
 
 def from_lines(tree: Any) -> Any:
-    """A tree with plain arrays in the place of tables in lines: for checkpoints, and other readers.
+    """Converts tables in lines to plain arrays, for checkpoints and other uses.
 
-    A state becomes that of the same optimizer for plain arrays; :func:`optzoo.rows.to_lines` with
-    ``like`` is the other direction.
+    A state becomes a state for plain arrays; :func:`optzoo.rows.to_lines` with ``like`` is the
+    inverse.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -181,8 +182,8 @@ def _like(old: Any, x: Any) -> Any:
     given, wanted = ([jnp.shape(a) for a in jax.tree.leaves(t)] for t in (made, old))
     if given != wanted:
         raise ValueError(
-            f"table: arrays of shapes {[jnp.shape(a) for a in jax.tree.leaves(x)]} do not belong "
-            f"to a table of shape {old.shape}, as `like` has it: give a tree for the same tables"
+            f"table: arrays of shapes {[jnp.shape(a) for a in jax.tree.leaves(x)]} do not match a "
+            f"table of shape {old.shape} in `like`: give a tree for the same tables"
         )
     return made
 
@@ -198,15 +199,15 @@ def plain(table: Lines) -> Any:
 
 
 def in_lines(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function of arrays, for tables in lines too: what it makes for one belongs to it."""
+    """Extends a function of arrays to tables in lines, whose results are in lines, too."""
     # What optax masks has no array.
     return lambda x: as_lines(jax.tree.map(f, plain(x)), x.shape) if is_lines(x) else f(x)
 
 
 def on_plain(rule: Callable[..., Any], shape: tuple[int, ...]) -> Callable[..., Any]:
-    """A rule ``rule(g, x, slots, ...) -> (update, slots)`` for a table in lines, of this shape.
+    """Applies a rule ``rule(g, x, slots, ...) -> (update, slots)`` to a table in lines.
 
-    The rule gets plain arrays, and what it returns is in lines again.
+    The rule gets plain arrays, and its results are converted to lines.
     """
 
     def on_arrays(g, x, slots, *args, **kwargs):
@@ -219,25 +220,25 @@ def on_plain(rule: Callable[..., Any], shape: tuple[int, ...]) -> Callable[..., 
 
 
 def are_lines(x: Any, shape: tuple[int, ...]) -> bool:
-    """Whether an array is that of the lines of a table of this shape, or of two slots of it."""
+    """Whether an array has the shape of the lines of a table, or of two slots in lines."""
     lines = shape_of_lines(shape)
     return lines != shape and jnp.shape(x) in (lines, doubled(lines))
 
 
 def doubled(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an array of two arrays of this shape, side by side."""
+    """The shape of two arrays of this shape, side by side."""
     return (*shape[:-1], 2 * shape[-1]) if shape else shape
 
 
 def _each(f: Callable[[Array], Array], x: Array, number: int) -> Array:
-    """``f`` of each of ``number`` arrays that are side by side; the results side by side."""
+    """Applies ``f`` to each of ``number`` arrays side by side; the results are side by side."""
     if number == 1:
         return f(x)
     return jnp.concatenate([f(part) for part in jnp.split(x, number, axis=-1)], axis=-1)
 
 
 def _widths(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The shapes of a row of a table, of two of them side by side, and of a line."""
+    """The shapes of a row of a table, of two rows side by side, and of a line."""
     lines = shape_of_lines(shape)
     return [shape[1:], doubled(shape)[1:], lines[1:], doubled(lines)[1:]]
 
@@ -247,14 +248,14 @@ def _has_shape(x: Any) -> bool:
 
 
 def as_lines(tree: Any, shape: tuple[int, ...]) -> Lines:
-    """Arrays that belong to a table; those of its shape are in lines."""
+    """Converts arrays of a table to lines if they have its shape."""
     return Lines(jax.tree.map(lambda a: _joined(a, shape), tree), shape)
 
 
 def _joined(x: Any, shape: tuple[int, ...]) -> Any:
-    """The lines of an array of the shape of the table.
+    """Converts an array of the shape of the table to lines.
 
-    One of integers with rows of another width is in lines of its own; any other is as it is.
+    Integers with rows of another width are in lines of their own; other arrays are unchanged.
     """
     of_x = jnp.shape(x)
     if len(of_x) > 1 and of_x[0] == shape[0] and of_x[1:] not in _widths(shape):
@@ -268,8 +269,8 @@ def _joined(x: Any, shape: tuple[int, ...]) -> Any:
     if jnp.shape(x) != shape:
         if are_lines(x, shape):
             raise ValueError(
-                f"an array of shape {of_x} belongs to a table of shape {shape} in lines, whose "
-                "lines have this shape, too: which it is cannot be known; leave the table an array"
+                f"an array of shape {of_x} belongs to a table of shape {shape}, whose lines have "
+                "the same shape, so it is ambiguous: keep the table as an array"
             )
         return x
     per_line = lanes // width
@@ -282,7 +283,7 @@ def _joined(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _parted(x: Any, shape: tuple[int, ...]) -> Array:
-    """The other direction."""
+    """The inverse of :func:`_joined`."""
     if is_lines(x):
         return plain(x)
     if not are_lines(x, shape):
@@ -295,18 +296,18 @@ def _parted(x: Any, shape: tuple[int, ...]) -> Array:
 
 
 def _by_rows(new: Array, x: Array) -> PartitionSpec:
-    """Lines are divided as the rows, and rows as the lines, where they can be; lanes are not."""
+    """Divides lines like rows, and rows like lines, where possible; lanes are not divided."""
     first = spec_of(x)[0]
     return PartitionSpec(None if len(new) % devices_along(mesh_of(x), first) else first)
 
 
 def take_rows(lines: Array, ids: Array, shape: tuple[int, ...]) -> Array:
-    """The rows of some ids; of those out of range, some rows.
+    """The rows of some ids; arbitrary rows for ids out of range.
 
     Args:
-        lines: the array.
-        ids: of shape ``(n,)``.
-        shape: of the table.
+        lines: the array of lines.
+        ids: integers of shape ``(n,)``.
+        shape: the shape of the table.
     """
 
     def take(lines, ids):
@@ -326,7 +327,7 @@ def take_rows(lines: Array, ids: Array, shape: tuple[int, ...]) -> Array:
 
 
 def put_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> Array:
-    """The lines with the rows of some ids replaced; each id in range may occur once."""
+    """The lines with the rows of some ids replaced; ids in range must be distinct."""
     put = functools.partial(_put_rows, shape=shape)
     return like_first(put)(lines, ids, rows)
 
@@ -346,7 +347,7 @@ def _put_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> 
 
 
 def add_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> Array:
-    """The lines with rows added to those of some ids, which may repeat."""
+    """The lines with rows added at some ids, which may repeat."""
 
     def put(lines, ids, rows):
         line, part, _, _ = _places(lines, ids, shape)
@@ -356,12 +357,12 @@ def add_rows(lines: Array, ids: Array, rows: Array, shape: tuple[int, ...]) -> A
 
 
 def _side_by_side(lines: Array, shape: tuple[int, ...]) -> int:
-    """How many lines are side by side: two, of two slots, or one."""
+    """The number of lines side by side: two for two slots, otherwise one."""
     return lines.shape[1] // shape_of_lines(shape)[1]
 
 
 def _places(lines: Array, ids: Array, shape: tuple[int, ...]) -> tuple[Array, Array, int, int]:
-    """The line of each id, its part of the line, how many parts there are, and their width."""
+    """For each id, its line and its part of the line; and the number and the width of parts."""
     width = math.prod(shape[1:])
     per_line = shape_of_lines(shape)[1] // width
     is_in = (ids >= 0) & (ids < shape[0])

@@ -20,16 +20,16 @@ _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Waits for a lock, and holds it in the body.
+    """A context manager that waits for a lock, and holds it in the body.
 
-    The operating system releases the lock of a process that ends, however it ends. So the file at
-    ``path``, which exists while the lock is held, does not block if a killed process left it.
+    The operating system releases the lock when its process ends, also if it is killed. The file at
+    ``path`` exists while the lock is held; one left by a killed process does not block.
 
     Raises:
-        OSError: if the file cannot be made.
+        OSError: if the file cannot be created.
 
     Warns:
-        RuntimeWarning: if the file system has no locks; then the body runs without one.
+        RuntimeWarning: if the file system does not support locks; the body runs without a lock.
     """
     file = _acquire(path)
     try:
@@ -54,8 +54,8 @@ def _acquire(path: str | os.PathLike[str]) -> IO[bytes]:
         except OSError as error:
             if error.errno in _UNSUPPORTED:
                 warn(
-                    f"the file system has no locks for {os.fspath(path)!r}: let only one process "
-                    "at a time write there",
+                    f"the file system does not support a lock for {os.fspath(path)!r}: let only "
+                    "one process at a time write to it",
                     RuntimeWarning,
                 )
                 return file

@@ -1,4 +1,4 @@
-"""The operations on rows, marked for a compiler of whole programs."""
+"""Operations on rows, marked for a compiler of whole programs."""
 
 import functools
 from typing import Any
@@ -17,23 +17,23 @@ _DROP = {"mode": "drop", "wrap_negative_indices": False}
 
 @marked("rows_gather")
 def gather_rows(dense: Array, ids: Array) -> Array:
-    """Rows of an array; of ids out of range, some rows."""
+    """Rows of an array; arbitrary rows for ids out of range."""
     take = lambda dense, ids: jnp.take(dense, kept(ids, len(dense)), axis=0, mode="clip")
     return automatically(take, _of_rows)(dense, ids)
 
 
 @marked("rows_scatter")
 def scatter_rows(dense: Array, ids: Array, rows: Array) -> Array:
-    """An array with other rows, of ids that differ; those out of range are ignored."""
+    """An array with other rows at distinct ids; ids out of range are ignored."""
     put = lambda dense, ids, rows: _at(dense, ids).set(rows, **_DROP, unique_indices=True)
     return like_first(put)(dense, ids, rows)
 
 
 @marked("rows_scatter_equal")
 def scatter_equal_rows(dense: Array, ids: Array, rows: Array) -> Array:
-    """As :func:`scatter_rows`, of ids that may repeat, with equal rows.
+    """Like :func:`scatter_rows`, for ids that may repeat, with equal rows.
 
-    To change a row again, as the rows of an id were computed, must not change it.
+    Applying the computation of the rows again must not change them.
     """
     put = lambda dense, ids, rows: _at(dense, ids).set(rows, **_DROP)
     return like_first(put)(dense, ids, rows)
@@ -49,7 +49,7 @@ def add_rows_to(dense: Array, ids: Array, rows: Array, *, unique: bool) -> Array
 
 @marked("rows_distinct")
 def distinct(ids: Array) -> Array:
-    """The ids, of which no two are equal, but for those out of range."""
+    """The ids without duplicates, except for ids out of range."""
     return ids
 
 
@@ -57,14 +57,14 @@ def distinct(ids: Array) -> Array:
 def merge_rows(
     ids: Array, values: Array, num_rows: int, deterministic: bool
 ) -> tuple[Array, Array]:
-    """:func:`merge`."""
+    """:func:`merge`, marked."""
     f = functools.partial(merge, num_rows=num_rows, deterministic=deterministic)
     return automatically(f, _merged)(ids, values)
 
 
 @marked("rows_merge_in_place")
 def merge_rows_in_place(ids: Array, values: Array, num_rows: int) -> tuple[Array, Array]:
-    """:func:`merge_in_place`."""
+    """:func:`merge_in_place`, marked."""
     f = functools.partial(merge_in_place, num_rows=num_rows)
     return automatically(f, _merged)(ids, values)
 
@@ -74,6 +74,6 @@ def _at(dense: Array, ids: Array) -> Any:
 
 
 def _merged(merged: Any, ids: Array, values: Array) -> tuple[Any, Any]:
-    """Each device has all merged rows: to divide them is to gather them for each array of rows."""
+    """Each device gets all merged rows: dividing them would gather them for each array of rows."""
     del merged, ids
     return PartitionSpec(None), PartitionSpec(None, *spec_of(values)[1:])

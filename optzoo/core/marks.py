@@ -1,7 +1,7 @@
 """Operations on rows that :mod:`optzoo.native` finds in a jaxpr.
 
-While :func:`marking` is on, each of them is one equation, of a primitive of its own. Otherwise they
-are plain functions.
+Inside :func:`marking`, each of them is one equation, with its own primitive. Otherwise they are
+plain functions.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _is_on = contextvars.ContextVar("marking", default=False)
 
 @contextlib.contextmanager
 def marking() -> Iterator[None]:
-    """Marks the operations that are traced in the body."""
+    """Marks the operations traced in the body."""
     token = _is_on.set(True)
     try:
         yield
@@ -30,7 +30,7 @@ def marking() -> Iterator[None]:
 
 
 def marked(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Marks a function of arrays, and of static keywords, with a name."""
+    """Marks a function of arrays and static keywords with a name."""
 
     def decorate(f):
         def in_list(*arrays, **keywords):

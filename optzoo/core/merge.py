@@ -1,7 +1,7 @@
-"""Merges rows of equal ids: four algorithms, and the choice between them; and their election.
+"""Merges rows of equal ids by one of four algorithms; elects one position for each id.
 
-Nothing here adds to repeated places on a GPU: before version 0.11.1 jaxlib compiles that to loops
-of compare and swap, up to 5,000 times as slow if many ids are equal.
+On GPUs nothing is added at repeated indices: jaxlib before 0.11.1 compiles this to compare-and-swap
+loops, which are up to 5,000 times slower if many ids are equal.
 """
 
 import functools
@@ -24,16 +24,16 @@ _STEP = _FACTOR + 1
 # Compiled even without a jit around it: a loop would be compiled anew by each call.
 @functools.partial(jax.jit, static_argnames=("num_rows", "deterministic"))
 def merge(ids: Array, values: Array, num_rows: int, deterministic: bool) -> tuple[Array, Array]:
-    """Sums the values of equal ids; the positions that are left become padding of zeros.
+    """Sums the values of equal ids; the remaining positions become padding with zeros.
 
     Args:
         ids: integers of shape ``(n,)`` in ``[0, num_rows]``; ``num_rows`` is padding.
-        values: shape ``(n, *row_shape)``; those of padding are ignored.
-        num_rows: of the whole array.
-        deterministic: sum in a fixed order on every backend.
+        values: an array of shape ``(n, *row_shape)``; values of padding are ignored.
+        num_rows: the number of rows of the whole array.
+        deterministic: whether to sum in a fixed order on every backend.
 
     Returns:
-        Ids and values of the same shapes, in some order.
+        Ids and values of the same shapes, in any order.
     """
     if ids.shape[0] == 0:
         return ids, values
@@ -57,7 +57,7 @@ def merge(ids: Array, values: Array, num_rows: int, deterministic: bool) -> tupl
 def add(dense: Array, ids: Array, rows: Array) -> Array:
     """``dense`` with rows added; ids may repeat, and those out of range are ignored.
 
-    It sums in the dtype of ``dense``.
+    The sum is computed in the dtype of ``dense``.
     """
 
     def plain(dense, ids, rows, **unique):
@@ -76,7 +76,7 @@ def add(dense: Array, ids: Array, rows: Array) -> Array:
 @functools.partial(custom_jvp, nondiff_argnums=(2,))
 @functools.partial(jax.jit, static_argnums=2)
 def segment_sum(values: Array, places: Array, number: int) -> Array:
-    """``jax.ops.segment_sum``, but sums of 16-bit numbers are made in float32 and rounded once."""
+    """``jax.ops.segment_sum``, with sums of 16-bit numbers in float32, rounded once."""
     plain = functools.partial(_segment_sum, number=number)
 
     def merged(values, places):
@@ -106,12 +106,12 @@ def _segment_sum(values: Array, places: Array, number: int) -> Array:
 
 
 def take(x: Array, places: Array) -> Array:
-    """The rows at some places, NaN out of range; of 16 bits, gradients are summed in float32."""
+    """The rows at some indices, NaN out of range; sums gradients of 16-bit rows in float32."""
     return _take_16_bits(x, places) if has_16_bits(x.dtype) else _take(x, places)
 
 
 def take_inside(x: Array, places: Array) -> Array:
-    """As :func:`take`, at places none of which is out of range."""
+    """Like :func:`take`, at indices that are all in range."""
     take = _take_inside_16_bits if has_16_bits(x.dtype) else _take_inside
     return take(x, places)
 
@@ -141,7 +141,7 @@ def _(primals, tangents):
 
 
 def merge_in_place(ids: Array, values: Array, num_rows: int) -> tuple[Array, Array]:
-    """As :func:`merge`, of any ids; each sum is at one of the positions of its id, which stays."""
+    """Like :func:`merge`, for any ids; each sum is at one of the positions of its id."""
     ids = in_range(ids, num_rows)
     elected = elect(ids)
     is_elected = elected == jnp.arange(len(ids), dtype=ids.dtype)
@@ -149,30 +149,30 @@ def merge_in_place(ids: Array, values: Array, num_rows: int) -> tuple[Array, Arr
 
 
 def kept(ids: Array, number: int) -> Array:
-    """The ids; of 64 bits, with ``number`` in the place of those out of range.
+    """The ids; for 64-bit ids, with ``number`` in place of ids out of range.
 
-    JAX makes ids of gathers and scatters 32 bits before it looks whether they are in range.
+    JAX truncates ids of gathers and scatters to 32 bits before it checks their range.
     """
     return ids if ids.dtype.itemsize < 8 else in_range(ids, number)
 
 
 def elect(ids: Array) -> Array:
-    """For each position one position of the same id, the same for all that share it."""
+    """For each position, one position of the same id, shared by all positions of this id."""
     return jax.lax.platform_dependent(ids, cpu=_elect_by_hash, default=_elect_by_sort)
 
 
 def in_range(ids: Array, number: int) -> Array:
-    """The ids; ``number`` in the place of those out of ``[0, number)``."""
+    """The ids, with ``number`` in place of ids out of ``[0, number)``."""
     return jnp.where((ids >= 0) & (ids < number), ids, number)
 
 
 def _elect_by_hash(ids: Array) -> Array:
     """Elects one position for each distinct id.
 
-    Each undecided position writes its number into the bucket of its id, and reads the bucket. If
-    the number that it reads is of a position with the same id, that position is elected; all
-    positions with this id read the same number. Each round decides at least one id for each bucket
-    in use; the next one hashes the rest with another factor.
+    Each undecided position writes its index to the bucket of its id, and reads the bucket. If the
+    position read has the same id, it is elected; all positions with this id read the same index.
+    Each round decides at least one id for each used bucket; the next round hashes the remaining ids
+    with another factor.
     """
     n = ids.shape[0]
     positions = jnp.arange(n, dtype=ids.dtype)
@@ -225,9 +225,9 @@ def _sum_into(elected: Array, ids: Array, values: Array, num_rows: int) -> Array
 
 
 def _by_sort_and_doubling(ids: Array, values: Array, num_rows: int) -> tuple[Array, Array]:
-    """Sorts, then adds to each row the sum of the rows behind it: of 1, 2, 4, ... rows.
+    """Sorts, then adds to each row the sum of the next 1, 2, 4, ... rows.
 
-    It costs more additions than a scan, but in fewer kernels, which compile in a tenth of the time.
+    It needs more additions than a scan, but fewer kernels, which compile in a tenth of the time.
     """
     order = jnp.argsort(ids, stable=True)
     ids, values = ids[order], values[order]
@@ -244,7 +244,7 @@ def _by_sort_and_doubling(ids: Array, values: Array, num_rows: int) -> tuple[Arr
 
 
 def _by_sort_and_scan(ids: Array, values: Array, num_rows: int) -> tuple[Array, Array]:
-    """Sorts, then sums runs of equal ids by a scan: no scatter adds, so the order is fixed."""
+    """Sorts, then sums runs of equal ids by a scan without scatter-adds: the order is fixed."""
     order = jnp.argsort(ids, stable=True)
     ids, values = ids[order], values[order]
     real = (ids < num_rows).reshape(ids.shape + (1,) * (values.ndim - 1))

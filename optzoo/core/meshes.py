@@ -1,4 +1,4 @@
-"""Meshes with explicit axes, on which the sharding of an array is a part of its type."""
+"""Meshes with explicit axes, with which the type of an array includes its sharding."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def check_axes(mesh: Any, names: Any, fix: str) -> int:
 
     Args:
         mesh: the mesh.
-        names: of its axes: a string, or a tuple of them.
-        fix: what names the axis otherwise, for the error.
+        names: the names of its axes: a string, or a tuple of strings.
+        fix: the argument that names the axis, for the error.
 
     Raises:
-        TypeError: if it is no mesh.
+        TypeError: if ``mesh`` is not a mesh.
         ValueError: if the mesh has no such axis.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}: jax.make_mesh makes one")
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, such as of jax.make_mesh, got {mesh!r}")
     for name in jax.tree.leaves(names):
         if name not in mesh.shape:
             raise ValueError(
@@ -57,15 +57,15 @@ def check_axes(mesh: Any, names: Any, fix: str) -> int:
 
 
 def mesh_with(axes: tuple[str, ...], mesh: Any, argument: str) -> Any:
-    """A mesh, or that of ``jax.set_mesh`` in the place of an empty one, which has some axes.
+    """A mesh with some axes: the given one, or that of ``jax.set_mesh`` if it is empty.
 
     Args:
-        axes: their names.
-        mesh: the mesh, such as :func:`mesh_of` finds.
-        argument: what names the axes, for the errors.
+        axes: the names of the axes.
+        mesh: the mesh, such as of :func:`mesh_of`.
+        argument: the argument that names the axes, for errors.
 
     Raises:
-        ValueError: if there is none, or if it does not have these axes.
+        ValueError: if there is no mesh, or it does not have these axes.
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
     if mesh.empty:
@@ -78,23 +78,25 @@ def mesh_with(axes: tuple[str, ...], mesh: Any, argument: str) -> Any:
 
 
 def devices_along(mesh: Any, names: Any) -> int:
-    """The number of devices along some axes of a mesh: one along none."""
+    """The number of devices along some axes of a mesh; one without axes."""
     return math.prod(mesh.shape[name] for name in jax.tree.leaves(names))
 
 
 def axis_size(
     axis_name: Any,
-    fix: str = "call update inside shard_map or vmap with that axis, or leave axis_name out",
+    fix: str = "call update inside shard_map or vmap with that axis, or omit axis_name",
 ) -> int:
     """The size of a named axis, or axes, inside of a map.
 
     Raises:
-        NameError: if there is none.
+        NameError: if there is no such axis.
     """
     try:
         return jax.lax.axis_size(axis_name)
     except NameError as error:
-        raise NameError(f"no axis is named axis_name={axis_name!r} here: {fix}") from error
+        raise NameError(
+            f"axis_name={axis_name!r} is not an axis of the enclosing map: {fix}"
+        ) from error
 
 
 def shard_map(
@@ -105,7 +107,7 @@ def shard_map(
     The types of the results have the shardings of ``out_specs``.
 
     Raises:
-        ValueError: at trace time, if ``f`` uses an array from outside that is on explicit axes.
+        ValueError: at trace time, if ``f`` captures an array that is on explicit axes.
     """
     if not (names := explicit_axes(mesh)):
         return jax.shard_map(
@@ -124,11 +126,11 @@ def shard_map(
 
 
 def automatically(f: Callable[..., Any], specs: Callable[..., Any]) -> Callable[..., Any]:
-    """``f`` of trees of arrays, computed as if explicit axes were automatic.
+    """Applies ``f`` to trees of arrays as if explicit axes were automatic.
 
-    So XLA places what is computed. ``specs(results, *args)`` gives for each result the
-    ``PartitionSpec`` of its type. Arrays that ``f`` has captured, such as hyper-parameters of
-    ``optax.inject_hyperparams``, are as its arguments.
+    XLA then chooses shardings. ``specs(results, *args)`` returns the ``PartitionSpec`` of the type
+    of each result. Arrays captured by ``f``, such as hyper-parameters of
+    ``optax.inject_hyperparams``, are treated like its arguments.
     """
 
     @functools.wraps(f)
@@ -157,13 +159,13 @@ def _is_explicit(x: Array) -> bool:
 
 
 def like_first(f: Callable[..., Array]) -> Callable[..., Array]:
-    """``f`` of arrays, on all types of axes: its result is divided as its first argument."""
+    """Applies ``f`` on all types of axes; the result is divided like the first argument."""
     call = automatically(f, lambda _, first, *others: spec_of(first))
     return lambda first, *others: placed_as(call(first, *others), first)
 
 
 def zeros_of(kind: Any) -> Array:
-    """Zeros of a type: a ``ShapeDtypeStruct`` with a sharding and axes that vary."""
+    """Zeros of a type: a ``ShapeDtypeStruct`` with a sharding and varying axes."""
     zeros, sharding = jnp.zeros(kind.shape, kind.dtype), kind.sharding
     if isinstance(sharding, NamedSharding):
         zeros = placed(zeros, sharding.mesh, sharding.spec)
@@ -171,12 +173,12 @@ def zeros_of(kind: Any) -> Array:
 
 
 def zeros_of_rows(x: Any, dtype: Any) -> Array:
-    """A zero for each row of an array, or of its shape, divided as the rows."""
+    """A zero for each row of an array, or of its shape, divided like the rows."""
     return zeros_without(x, range(1, jnp.ndim(x)), dtype)
 
 
 def zeros_without(x: Any, axes: Iterable[int], dtype: Any) -> Array:
-    """Zeros of the shape of an array, or of its shape, without some axes; divided as the others."""
+    """Zeros with the shape of an array, or a shape, without some axes; divided like the others."""
     axes = tuple(axes)
     if isinstance(x, jax.ShapeDtypeStruct):
         return jnp.zeros([size for axis, size in enumerate(x.shape) if axis not in axes], dtype)
@@ -186,9 +188,9 @@ def zeros_without(x: Any, axes: Iterable[int], dtype: Any) -> Array:
 
 
 def beside(params: Any, state: Any) -> Any:
-    """A new state with its arrays on the devices of the parameters: counts, and what is whole.
+    """A new state with counts and replicated arrays on the devices of the parameters.
 
-    JAX makes an array from a shape alone on one device. A step would then be compiled twice.
+    JAX creates arrays from shapes on one device, so that a step would be compiled twice.
     """
     meshes = {getattr(place_of(x), "mesh", None) for x in jax.tree.leaves(params)}
     mesh = next(iter(meshes)) if len(meshes) == 1 else None
@@ -200,9 +202,9 @@ def beside(params: Any, state: Any) -> Any:
 
 
 def as_typed(sharding: Any, ndim: int) -> Any:
-    """A sharding on explicit axes as a step gives it, with an entry for each axis of a type.
+    """A sharding on explicit axes in the form of a step's results: with an entry for each axis.
 
-    To jit the forms with fewer entries are others, for which it compiles again.
+    For ``jit``, forms with fewer entries are different, and are compiled again.
     """
     if not isinstance(sharding, NamedSharding) or not explicit_axes(sharding.mesh):
         return sharding
@@ -211,15 +213,15 @@ def as_typed(sharding: Any, ndim: int) -> Any:
 
 
 def place_of(x: Any) -> Any:
-    """Where an array is; None of what is none, or is traced."""
+    """The sharding of an array; None for traced arrays and other objects."""
     is_known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     return x.sharding if is_known else None
 
 
 def where_it_was(new: Any, old: Any) -> Any:
-    """An array on the devices of the one that it replaces; committed to them only if that is.
+    """An array on the devices of the one that it replaces, and committed to them if that one is.
 
-    A step on a mesh accepts an array that is not committed, and refuses one of another device.
+    A step on a mesh accepts uncommitted arrays, and refuses arrays committed to other devices.
     """
     place = place_of(old)
     stays = place is not None and (old.committed or getattr(new, "committed", False))
@@ -227,12 +229,12 @@ def where_it_was(new: Any, old: Any) -> Any:
 
 
 def placed(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
-    """An array in the types of a mesh; as it is where these have no shardings."""
+    """An array in the types of a mesh; unchanged if these have no shardings."""
     return reshard(x, NamedSharding(mesh, spec)) if explicit_axes(mesh) else x
 
 
 def constrained(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
-    """An array divided over axes of a mesh, which are automatic or explicit."""
+    """An array divided over mesh axes, which are automatic or explicit."""
     sharding, names = NamedSharding(mesh, spec), explicit_axes(mesh)
     if names and {*jax.tree.leaves(tuple(spec))} <= {*names}:
         return reshard(x, sharding)
@@ -240,10 +242,11 @@ def constrained(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
 
 
 def placed_as(new: Any, like: Any) -> Any:
-    """A tree divided over automatic axes of a mesh as another one with arrays of its shapes.
+    """A tree divided over automatic mesh axes like another one of the same shapes.
 
-    XLA chooses where a result is. A state in another place would compile the next step again.
-    In a ``shard_map`` over some of the axes it does: XLA fails to group arrays there.
+    XLA chooses the shardings of results. A state with another sharding would compile the next step
+    again. This still happens in a ``shard_map`` over some of the axes, where XLA fails to group
+    arrays.
     """
 
     def place(new, like):
@@ -257,7 +260,7 @@ def placed_as(new: Any, like: Any) -> Any:
 
 
 def whole_along_last(sharding: NamedSharding, ndim: int) -> NamedSharding:
-    """The same of an array with some axes, of which the last one is not divided."""
+    """The sharding of an array of ``ndim`` axes with its last axis undivided."""
     entries = tuple(sharding.spec[: ndim - 1])
     while entries and entries[-1] is None:
         entries = entries[:-1]
@@ -265,7 +268,7 @@ def whole_along_last(sharding: NamedSharding, ndim: int) -> NamedSharding:
 
 
 def in_mesh(x: Any, mesh: Any) -> Any:
-    """An array in the types of a mesh, which may be the same with other types of axes."""
+    """An array in the types of a mesh that may differ only in the types of its axes."""
     of_x = mesh_of(x)
     if of_x.empty or mesh.empty or of_x == mesh:
         return x
@@ -273,19 +276,19 @@ def in_mesh(x: Any, mesh: Any) -> Any:
 
 
 def mesh_of(tree: Any) -> Any:
-    """The mesh in the types of arrays; an empty one if there is none."""
+    """The mesh in the types of arrays; empty if there is none."""
     arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
     meshes = (jax.typeof(x).sharding.mesh for x in arrays)
     return next((mesh for mesh in meshes if not mesh.empty), NO_MESH)
 
 
 def spec_of(x: Any) -> PartitionSpec:
-    """How the type of an array divides its axes."""
+    """The partition spec in the type of an array."""
     return jax.typeof(x).sharding.spec
 
 
 def spec_of_rows(table: Any, ids: Any) -> PartitionSpec:
-    """How the rows of a table are divided: as the ids, and along their own axes as the table."""
+    """The partition spec of rows: of the ids, then along their own axes of the table."""
     of_ids, (_, *of_row) = spec_of(ids), spec_of(table)
     used = set(jax.tree.leaves(tuple(of_ids)))
     free = lambda entry: entry if used.isdisjoint(jax.tree.leaves(entry)) else None
@@ -296,7 +299,7 @@ NO_MESH = AbstractMesh((), ())
 
 
 def _without_others(f: Callable[..., Any]) -> Callable[..., Any]:
-    """``f``; an error of JAX about arrays from outside says what they are."""
+    """``f``, with a clear error for captured arrays in place of that of JAX."""
 
     @functools.wraps(f)
     def wrapped(*args):
@@ -307,9 +310,8 @@ def _without_others(f: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             [shape] = re.findall("with shape (.*)", str(error))
             raise ValueError(
-                f"a function that runs on each device uses an array {shape} from outside, which "
-                "lies on explicit axes of the mesh: pass it as an argument, or make it a constant "
-                "by numpy.asarray"
+                f"a function that runs on each device captures an array {shape} on explicit axes "
+                "of the mesh: pass it as an argument, or make it a constant by numpy.asarray"
             ) from error
 
     return wrapped
@@ -317,14 +319,14 @@ def _without_others(f: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def automatic(mesh: Mesh) -> Mesh:
-    """The mesh with automatic axes in the place of the explicit ones."""
+    """The mesh with automatic axes in place of explicit ones."""
     now = {AxisType.Explicit: AxisType.Auto}
     types = tuple(now.get(kind, kind) for kind in mesh.axis_types)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def only_along(names: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
-    """The spec without the axes of a mesh that are not among some."""
+    """The spec without mesh axes that are not in ``axes``."""
 
     def kept(entry):
         if isinstance(entry, tuple):

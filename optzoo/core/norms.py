@@ -1,6 +1,6 @@
-"""Norms of gradients, row-sparse ones and those of sharded tables included.
+"""Norms of gradients, including row-sparse ones and those of sharded tables.
 
-Rows count as they are listed: merge those that share an index before.
+Rows are not merged: merge rows with repeated indices first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,9 +29,9 @@ def global_norm(gradients: Iterable[Any]) -> Array:
 
 
 def clipping_factor(norm: Any, max_norm: Any) -> Array:
-    """What a gradient is multiplied by so that its norm is at most ``max_norm``.
+    """The factor by which a gradient is scaled so that its norm is at most ``max_norm``.
 
-    The derivative is 0 where nothing is clipped, also at a norm of zero.
+    The derivative is 0 if nothing is clipped, also at a norm of zero.
     """
     fits = norm <= max_norm
     return jnp.where(fits, 1, max_norm / jnp.where(fits, 1, norm))
@@ -47,19 +47,19 @@ def clipped_by_global_norm(updates: Any, max_norm: Any) -> Any:
 
 
 def times(factor: Any, g: Any) -> Any:
-    """An array or rows times a number, in their dtype, multiplied in float32 at least."""
+    """An array or rows times a number, in their dtype; multiplied in float32 at least."""
     g = g if is_rows(g) else jnp.asarray(g)
     return (upcast(g) * factor).astype(g.dtype)
 
 
 def sums_of_squares(gradients: Iterable[Any]) -> list[Array]:
-    """For each gradient, array or rows, the sum of the squares of its elements.
+    """The sum of squares of the elements of each gradient, array or rows.
 
-    They are computed in float32 at least. Rows count as they are listed: merge repeated ones
-    before. The sum of a sharded table is that of all shards.
+    It is computed in float32 at least. Rows are not merged: merge repeated ones first. For a
+    sharded table it is the sum over all shards.
 
     Raises:
-        ValueError: if rows of the gradient come in other rounds, and their sum is not known.
+        ValueError: if rows of the gradient arrive in other rounds, so that the sum is unknown.
     """
     gs = list(gradients)
     sums = [g.squares if _is_known(g) else squares_of_device(g) for g in gs]
@@ -68,7 +68,7 @@ def sums_of_squares(gradients: Iterable[Any]) -> list[Array]:
 
 
 def squares_of_device(g: Any) -> Array:
-    """The sum of the squares of the elements that this device has; in float32 at least."""
+    """The sum of squares of the elements on this device; in float32 at least."""
     x = upcast(g.values if is_rows(g) else jnp.asarray(g))
     is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
     return jnp.sum(sum(map(jnp.square, (x.real, x.imag))) if is_complex else jnp.square(x))
@@ -81,23 +81,23 @@ def _is_known(g: Any) -> bool:
 def over_shards(
     gradients: Sequence[Any], values: Sequence[Array], combine: Callable[..., Any]
 ) -> list[Array]:
-    """What is computed from all elements of each gradient, from what each shard has computed.
+    """Combines values of the shards of each gradient into a value of all its elements.
 
     Args:
         gradients: arrays, rows or None.
-        values: of each gradient, a scalar of the rows of this device.
+        values: a scalar of the rows of this device, for each gradient.
         combine: ``jax.lax.psum``, ``pmax`` or ``pmin``.
 
     Raises:
-        ValueError: if rows of a gradient come in other rounds.
+        ValueError: if rows of a gradient arrive in other rounds.
     """
     values, by_axes = list(values), dict[tuple[str, ...], list[int]]()
     for i, g in enumerate(gradients):
         if is_rows(g) and g.shard is not None:
             if g.shard.is_round:
                 raise ValueError(
-                    "a result of all rows of a gradient is not known in one of several rounds of "
-                    "optzoo.sharded_minimize: give it capacity_factor=None, or take norms first in "
+                    "a value of all rows of a gradient is unknown in one of several rounds of "
+                    "optzoo.sharded_minimize: use capacity_factor=None, or put the norm first in "
                     "the chain"
                 )
             by_axes.setdefault(g.shard.axes, []).append(i)

@@ -14,13 +14,13 @@ from .compat import custom_jvp
 
 
 def promote_types(a: Any, b: Any) -> Any:
-    """As ``jnp.promote_types``, also where ``jax_numpy_dtype_promotion`` is ``"strict"``."""
+    """Like ``jnp.promote_types``, also if ``jax_numpy_dtype_promotion`` is ``"strict"``."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(a, b)
 
 
 def dtype_of(x: Any) -> Any:
-    """As ``jnp.result_type(x)``, for which JAX takes long even for its own arrays."""
+    """Like ``jnp.result_type(x)``, which is slow even for JAX arrays."""
     return x.dtype if isinstance(x, jax.Array) else jnp.result_type(x)
 
 
@@ -30,12 +30,12 @@ def wide_dtype(*xs: Any) -> Any:
 
 
 def has_16_bits(dtype: Any) -> bool:
-    """Whether it is bfloat16 or float16."""
+    """Whether the dtype is bfloat16 or float16."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 16
 
 
 def has_keys(dtype: Any) -> bool:
-    """Whether it is the dtype of random keys; not of what has no dtype, which is None."""
+    """Whether the dtype is that of random keys; False for None."""
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
@@ -45,27 +45,27 @@ def is_real(x: Any) -> bool:
 
 
 def has_derivative(x: Any) -> bool:
-    """Whether an array can have a gradient: it is real or complex."""
+    """Whether an array is real or complex, and so can have a gradient."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def is_trainable(x: Any) -> bool:
-    """Whether optimizers take the gradient of an array: it is real, of at least 16 bits."""
+    """Whether optimizers support an array: it is real, with at least 16 bits."""
     dtype = jnp.result_type(x)
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
 
 
 def slot_dtype(x: Any) -> Any:
-    """The dtype of a slot of the parameter ``x``: its own, but float32 in the place of 16 bits.
+    """The dtype of a slot of the parameter ``x``: its own, or float32 for 16 bits.
 
-    A mean whose decay is 0.999 changes by a thousandth in a step, less than bfloat16 resolves.
+    A mean with decay 0.999 changes by a thousandth per step, which bfloat16 does not resolve.
     """
     dtype = jnp.result_type(x)
     return jnp.dtype(jnp.float32) if has_16_bits(dtype) else dtype
 
 
 def upcast(a: Any) -> Any:
-    """An array, or rows, in at least float32, the dtype to compute in; integers as they are."""
+    """An array, or rows, in at least float32, the dtype of computations; integers are unchanged."""
     return cast(a, upcast_dtype(a.dtype))
 
 
@@ -76,7 +76,7 @@ def upcast_dtype(dtype: Any) -> Any:
 
 
 def cast(a: Any, dtype: Any) -> Any:
-    """``a.astype(dtype)``, for which JAX takes long even where there is nothing to do."""
+    """``a.astype(dtype)``, which is slow in JAX even without a conversion."""
     done = a.dtype == dtype and not getattr(a, "weak_type", True)
     return a if done else a.astype(dtype)
 
@@ -90,15 +90,15 @@ def saturating_cast(a: Any, dtype: DTypeLike) -> Array:
 
 
 def next_count(count: Any, cycle: int = 1) -> Array:
-    """The number of steps after one more, where ``count`` is that before it.
+    """The count after one more step.
 
-    Where the integers end it goes back by one cycle, so that its position in the cycle is still
-    right. It stops there if the cycle is 1, as ``optax.safe_increment`` does: what is done at every
-    multiple of a greater number would then be done at each step, or never again.
+    At the largest integer it goes back by one cycle, which keeps its position in the cycle. With a
+    cycle of 1 it stops, like ``optax.safe_increment``: an action at every multiple of a larger
+    number would then happen at each step, or never again.
 
     Args:
         count: an array of integers.
-        cycle: what positions are taken modulo: :func:`common_cycle` of several numbers.
+        cycle: the modulus of positions; :func:`common_cycle` for several periods.
     """
     count = jnp.asarray(count)
     most = jnp.iinfo(count.dtype).max
@@ -108,10 +108,10 @@ def next_count(count: Any, cycle: int = 1) -> Array:
 def common_cycle(*periods: Any) -> int:
     """A common multiple of some numbers of steps, as the cycle of :func:`next_count`.
 
-    A schedule has no multiple. With one the count goes back by about 2**30, so that all lengths of
-    its periods still find their multiples; one period is shorter or longer, where the integers end.
-    So it is if the least common multiple is above 2**30: a count that goes back by more would be
-    that of the first steps again.
+    A schedule has no multiple: the count goes back by about 2**30, which leaves multiples of all
+    its periods, and changes the length of one period at the largest integer. This is also used if
+    the least common multiple exceeds 2**30, since a larger cycle would return to the counts of the
+    first steps.
 
     Args:
         *periods: ints, or schedules.
@@ -126,10 +126,10 @@ def common_cycle(*periods: Any) -> int:
 def rounding_cast(x: Array, dtype: DTypeLike) -> Array:
     """An array in another dtype, rounded to bfloat16 here and nowhere else.
 
-    XLA moves conversions and leaves some out: for TPUs it converts a whole table before it gathers
-    rows, out of the loop that a gather is in, and a number that is converted back it may not round
-    at all. It does neither with a rounding to 8 bits of mantissa in the wider dtype, after which
-    the conversion changes no value.
+    XLA moves and removes conversions: for TPUs it converts a whole table before it gathers rows,
+    outside of the loop of the gather, and it may skip the rounding of a number that is converted
+    back. Both are prevented by rounding to 8 bits of mantissa in the wider dtype, after which the
+    conversion changes no value.
     """
     if x.dtype in (jnp.float32, jnp.float64) and jnp.dtype(dtype) == jnp.bfloat16:
         x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
@@ -140,30 +140,31 @@ def saturating_cast_like(old: Array, new: Array) -> Array:
     """``new`` in the dtype of ``old``.
 
     Raises:
-        ValueError: if the shapes differ, or integers became numbers of another kind.
+        ValueError: if the shapes differ, or integers were converted to another kind of numbers.
     """
     if new.shape != old.shape:
         raise ValueError(
-            f"the rule made an array of shape {new.shape} of one of shape {old.shape}: "
-            "the gradient does not fit its slots, or the rule is wrong"
+            f"the rule returned an array of shape {new.shape} for one of shape {old.shape}: the "
+            "gradient does not match its slots, or the rule is wrong"
         )
     if not jnp.issubdtype(old.dtype, jnp.inexact):
         if promote_types(new.dtype, old.dtype) != old.dtype:
             raise ValueError(
-                f"the rule made {new.dtype} of a slot of {old.dtype}: return it in its own dtype"
+                f"the rule returned {new.dtype} for a slot of {old.dtype}: return it in its "
+                "own dtype"
             )
         return new.astype(old.dtype)
     return saturating_cast(new, old.dtype)
 
 
 def safe_divide(a: Array, b: Array, eps: Any = 0.0) -> Array:
-    """``a / b``, and 0 where ``b`` is 0: an element that never had a gradient takes no step.
+    """``a / b``, and 0 where ``b`` is 0: elements without any gradient are not updated.
 
     Args:
         a: the numerator.
         b: the denominator.
-        eps: a term of ``b``, of which the other terms are not negative. If it is a positive Python
-            number, ``b`` is never 0, and the check is left out of the program.
+        eps: a term of ``b`` whose other terms are not negative. If it is a positive Python number,
+            ``b`` is never 0, and the program has no check.
     """
     if isinstance(eps, float | int) and eps >= 1e-30:  # denormals count as zero
         return a / b
@@ -175,8 +176,8 @@ def safe_divide(a: Array, b: Array, eps: Any = 0.0) -> Array:
 def sqrt(a: Array) -> Array:
     """The square root, with the derivative 0 at 0.
 
-    For the derivatives through an update: the root of a squared gradient is multiplied by a
-    derivative that is 0 where the gradient is 0, and infinity times 0 would be NaN.
+    This is for derivatives through an update: the derivative of the root of a squared gradient is
+    multiplied by 0 where the gradient is 0, and infinity times 0 would be NaN.
     """
     return jnp.sqrt(a)
 
@@ -218,5 +219,5 @@ def norm(a: Array) -> Array:
 
 
 def is_number(value: Any, number: float) -> bool:
-    """Whether ``value`` is a plain number, known when tracing, and equals this one."""
+    """Whether ``value`` is a plain number, known at trace time, and equals ``number``."""
     return isinstance(value, numbers.Real) and value == number

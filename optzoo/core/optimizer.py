@@ -1,4 +1,4 @@
-"""What is known of a transformation, as a part of it."""
+"""Properties of a transformation, stored with it."""
 
 import enum
 import functools
@@ -19,7 +19,7 @@ UNKNOWN = "**"
 
 
 class About(NamedTuple):
-    """What is known of a transformation; by default nothing."""
+    """Properties of a transformation; by default nothing is known."""
 
     # The policy for row-sparse gradients, of optzoo.rules: lazy, linear, ... None: unknown.
     rows: Callable[..., Any] | None = None
@@ -42,7 +42,7 @@ class About(NamedTuple):
         return self._replace(deferral=lambda dense: change(dense, deferral(dense)))
 
     def reading(self, *names: str) -> "About":
-        """The same, of which an update reads these keywords too."""
+        """The same, with these keywords added to those that an update reads."""
         return self._replace(reads=self.reads.union(names))
 
 
@@ -67,7 +67,7 @@ class Call(NamedTuple):
         return f"{self.factory.__name__}({', '.join(parts)})"
 
     def key(self) -> Any:
-        """Equal for calls that make equal transformations; None if an argument has no equality."""
+        """Equal for calls that make equal transformations; None with incomparable arguments."""
         bound = self._bound()
         bound.apply_defaults()
         try:
@@ -80,11 +80,10 @@ class Call(NamedTuple):
 
 
 class Optimizer(optax.GradientTransformationExtraArgs):
-    """A transformation that carries what is known of it, and the call that made it.
+    """A transformation with its properties, and the call that made it.
 
-    Those that were made by equal calls are equal, and a pickle holds the call. ``optax.chain`` and
-    other wrappers of optax make another transformation, of which nothing is known; so does
-    ``_replace``.
+    Transformations made by equal calls are equal, and a pickle stores the call. ``optax.chain`` and
+    other wrappers of optax, and ``_replace``, make transformations without known properties.
     """
 
     about = About()
@@ -94,7 +93,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     def __new__(
         cls, init: Any, update: Any, about: About = about, call: Call | None = None
     ) -> "Optimizer":
-        """The transformation of these functions."""
+        """A transformation with these functions."""
         self = super().__new__(cls, init, update)
         self.about, self.call = about, call
         self._key = None if call is None else call.key()
@@ -125,7 +124,7 @@ _T = TypeVar("_T", bound=optax.GradientTransformation)
 
 
 def recorded(factory: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The factory, whose transformations carry its call: a decorator of each public one."""
+    """A decorator of public factories, whose transformations then store their call."""
 
     @functools.wraps(factory)
     def make(*args: _P.args, **kwargs: _P.kwargs) -> Any:
@@ -141,7 +140,7 @@ def _call(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _shown(value: Any) -> str:
-    """An argument: without memory addresses, and of arrays their types."""
+    """The text of an argument: without memory addresses, with types in place of arrays."""
     if isinstance(value, optax.GradientTransformation) and not isinstance(value, Optimizer):
         return _shown(value.init)
     if isinstance(value, (types.FunctionType, types.MethodType)):
@@ -158,7 +157,7 @@ _VALUES = (str, bytes, type(None), type, np.dtype, enum.Enum, re.Pattern)
 
 
 def _key(value: Any) -> Any:
-    """Something with equality and a hash; raises ``TypeError`` for arrays and what has neither."""
+    """A hashable, comparable form; raises ``TypeError`` for arrays and similar objects."""
     if isinstance(value, _NUMBERS):
         return type(value), repr(value)
     if isinstance(value, Optimizer) and value._key is not None:
@@ -169,11 +168,11 @@ def _key(value: Any) -> Any:
         return type(value), tuple((_key(k), _key(x)) for k, x in value.items())
     if isinstance(value, _VALUES) or type(value).__eq__ is object.__eq__:
         return type(value), value
-    raise TypeError(f"{type(value)} has no key")
+    raise TypeError(f"{type(value)} is not comparable")
 
 
 def about_of(tx: Any) -> About:
-    """What is known of any transformation."""
+    """The properties of any transformation."""
     return tx.about if isinstance(tx, Optimizer) else About()
 
 
@@ -183,15 +182,15 @@ def reads_of(*txs: Any) -> frozenset[str]:
 
 
 def known(tx: optax.GradientTransformation, **facts: Any) -> Optimizer:
-    """The same transformation, of which more is known."""
+    """The same transformation, with additional properties."""
     return Optimizer(tx.init, tx.update, about_of(tx)._replace(**facts))
 
 
 @jax.tree_util.register_static
 class Notes:
-    """A keyword of an update for what the transformations inside note while it is traced.
+    """A keyword of an update in which inner transformations leave notes while it is traced.
 
-    A chain of optax gives it to all members, of which it does not know what they are.
+    A chain of optax passes it to all members.
     """
 
     def __init__(self) -> None:
@@ -199,6 +198,6 @@ class Notes:
 
 
 def note(extra_args: Mapping[str, Any], key: str, value: Any) -> None:
-    """Adds to the notes that an update was given by this keyword, if it was."""
+    """Adds to the notes in this keyword of an update, if it is given."""
     if key in extra_args:
         extra_args[key].of.append(value)

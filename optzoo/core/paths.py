@@ -20,22 +20,22 @@ T = TypeVar("T")
 
 
 class Name(str):
-    """The name of a parameter; ``short`` is that without the field of its box, if it has one."""
+    """The name of a parameter; ``short`` is the name without the field of its box, if any."""
 
     short: str | None = None
 
 
 def path_name(path: Any) -> str:
-    """``encoder/layers/0/kernel``, as in the names of TensorFlow's variables.
+    """The name of a parameter, such as ``encoder/layers/0/kernel``, as in TensorFlow.
 
-    A parameter in a box (:mod:`optzoo.core.boxes`) has the name that it has without: nnx gives
-    ``init`` its variables and ``update`` their arrays. But a box whose field has a name of its own,
-    such as the ``weight`` of a module, is a part of the name. Only the last key of a path can be
-    that of a box, so different leaves of a tree have different names. A stack
-    (:func:`optzoo.stacked`) has the name of its first member.
+    A box (:mod:`optzoo.core.boxes`) does not change the name of its parameter, since nnx passes
+    variables to ``init`` and their arrays to ``update``. But a box whose field has a name, such as
+    the ``weight`` of a module, is part of the name. Only the last key of a path can be that of a
+    box, so different leaves of a tree have different names. A stack (:func:`optzoo.stacked`) has
+    the name of its first member.
 
     Args:
-        path: of :func:`leaves_with_path`, or of JAX.
+        path: a path of :func:`leaves_with_path`, or of JAX.
     """
     path = tuple(path)
     if path and isinstance(key := path[-1], BoxKey) and key.is_name:
@@ -49,15 +49,15 @@ def path_name(path: Any) -> str:
 
 
 def stacks_of(path: Any) -> list[int]:
-    """Where a path goes into a stack (:func:`optzoo.stacked`)."""
+    """The positions of the keys of stacks (:func:`optzoo.stacked`) in a path."""
     is_stack = lambda i: path[i] == _STACKED and members_of(getattr(path[i + 1], "key", None))
     return [i for i in range(len(path) - 1) if is_stack(i)]
 
 
 def members_of(key: Any) -> tuple[int, ...]:
-    """The members of the stack with this key, ``0_2_3``; () if it is no key of a stack.
+    """The members of the stack with this key, ``0_2_3``; () if it is not a key of a stack.
 
-    That of matrices with owners ends with the names of mesh axes, ``0_2_3__data``.
+    The key of matrices with owners ends with the names of mesh axes, ``0_2_3__data``.
     """
     members, *axes = key.split("__") if isinstance(key, str) else [""]
     is_key = re.fullmatch(r"\d+(_\d+)*", members) and (axes or "_" in members)
@@ -69,14 +69,14 @@ def _written(path: Any) -> str:
 
 
 def out_of_box(path: Any) -> Any:
-    """The path of a parameter without the field of the box around it."""
+    """The path of a parameter without the field of its box."""
     if path and isinstance(path[-1], BoxKey):
         path = path[:-1]
     return path[:-1] if path and path[-1] == _VALUE else path
 
 
 def leaves_with_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """Pairs of paths and leaves, as of JAX; the path of an array in a box ends with a BoxKey."""
+    """Pairs of paths and leaves, like JAX; the path of an array in a box ends with a BoxKey."""
     is_leaf = is_leaf or (lambda _: False)
     of_box = lambda x: not is_leaf(x) and is_box(x, is_leaf)
     stop = lambda x: is_leaf(x) or of_box(x)
@@ -106,22 +106,22 @@ def map_with_path(
 
 
 def owner_of(path: Any, owners: Mapping[Any, Any]) -> Any:
-    """The entry of the longest prefix of a path, out of its box; None if there is none.
+    """The entry of the longest prefix of a path, without its box; None if there is none.
 
-    A slot has the path of its parameter, or a longer one if it has several arrays for a parameter.
+    A slot has the path of its parameter, or a longer one if it has several arrays.
     """
     prefixes = (path[:end] for end in range(len(path), -1, -1))
     return next((owners[prefix] for prefix in prefixes if prefix in owners), None)
 
 
 def matching(patterns: Iterable[str], names: Iterable[str]) -> dict[str, list[str]]:
-    """For each name the patterns that match it: how all functions here choose parameters.
+    """For each name, the patterns that match it, as in all functions of this library.
 
     A pattern is a regular expression. It must match the whole name, such as
-    ``encoder/layers/0/kernel``; without a ``/`` in it, the whole last part, ``kernel``. One without
-    a ``/`` that matches no last part, such as ``.*layers.*``, must match the whole name. The array
-    of a module with one array has the name of the module, too, for patterns that do not match its
-    last part: ``embedding`` for ``embedding/weight``.
+    ``encoder/layers/0/kernel``; or, without a ``/``, the whole last part, ``kernel``. A pattern
+    without a ``/`` that matches no last part, such as ``.*layers.*``, must match the whole name.
+    The array of a module with one array also has the name of the module, for patterns that do not
+    match its last part: ``embedding`` for ``embedding/weight``.
     """
     names = [*names]
     shorts = {name: getattr(name, "short", None) for name in names}
@@ -148,17 +148,17 @@ def containing(part: str) -> str:
 
 
 def names_with(argument: str, patterns: Iterable[str]) -> Callable[[Any], Any]:
-    """A mask: the parameters in whose whole names ``re.search`` finds one of some patterns.
+    """A mask of the parameters in whose names ``re.search`` finds one of several patterns.
 
-    Unlike the patterns of :func:`matching`, these may be found in no name.
+    Unlike patterns of :func:`matching`, they need not occur in any name.
 
     Args:
-        argument: what the patterns were given as, for the error.
+        argument: the name of the argument with the patterns, for the error.
         patterns: regular expressions.
 
     Raises:
-        TypeError: if they are no collection of strings.
-        ValueError: if one is no regular expression.
+        TypeError: if they are not a collection of strings.
+        ValueError: if one is not a regular expression.
     """
     if isinstance(patterns, str) or not isinstance(patterns, Iterable):
         raise TypeError(f"{argument} must be a list of patterns, got {patterns!r}")
@@ -184,16 +184,16 @@ def check_pattern(argument: str, pattern: Any) -> None:
 
 
 def patterns_by_name(argument: str, patterns: Iterable[str], tree: Any) -> dict[str, list[str]]:
-    """For the name of each leaf the patterns that match it.
+    """For the name of each leaf, the patterns that match it.
 
     Args:
-        argument: what the patterns were given as, for the error.
-        patterns: as :func:`matching` takes them.
+        argument: the name of the argument with the patterns, for the error.
+        patterns: as in :func:`matching`.
         tree: parameters or gradients.
 
     Raises:
         ValueError: if a pattern matches no name, unless ``optax.masked`` or ``optax.partition``
-            hides parameters here.
+            hides parameters.
     """
     is_leaf = lambda x: is_sparse_or_none(x) or is_masked(x)
     paths = leaves_with_path(tree, is_leaf=is_leaf)
@@ -214,7 +214,7 @@ def value_by_name(argument: str, values: Mapping[str, T], tree: Any) -> dict[str
     """For the name of each leaf that a pattern matches, the value of the pattern.
 
     Raises:
-        ValueError: if two patterns match a name, or as :func:`patterns_by_name`.
+        ValueError: if two patterns match a name, or as in :func:`patterns_by_name`.
     """
     found = patterns_by_name(argument, values, tree)
     for name, patterns in found.items():
@@ -224,17 +224,17 @@ def value_by_name(argument: str, values: Mapping[str, T], tree: Any) -> dict[str
 
 
 def is_masked(x: Any) -> bool:
-    """Whether ``x`` is what ``optax.masked`` puts in the place of a leaf that it hides."""
+    """Whether ``x`` replaces a leaf hidden by ``optax.masked``."""
     return isinstance(x, optax.MaskedNode)
 
 
 def hides_leaves(tree: Any) -> bool:
-    """Whether ``optax.masked`` or ``optax.partition`` shows only a part of the parameters here."""
+    """Whether ``optax.masked`` or ``optax.partition`` hides some of the parameters."""
     return any(map(is_masked, jax.tree.leaves(tree, is_leaf=is_masked)))
 
 
 def check_mask(**arguments: Any) -> None:
-    """Raises ``TypeError`` unless each argument is a mask as :func:`resolve_mask` takes it."""
+    """Raises ``TypeError`` unless each argument is a mask for :func:`resolve_mask`."""
     for name, mask in arguments.items():
         if mask is None or callable(mask):
             continue
@@ -255,16 +255,16 @@ def resolve_mask(mask: Any, tree: Any, argument: str = "mask") -> Any:
 
     Args:
         mask: a pattern, or a tuple or list of patterns, of the names of the parameters to mark
-            (:func:`matching`); or a tree of bools, or a prefix of such a tree; or a function that
-            returns one of these, of the tree with a ``ShapeDtypeStruct`` in the place of rows; or
-            None, which marks no parameter.
+            (:func:`matching`); or a tree of bools, or a prefix of such a tree; or a function of the
+            tree, with a ``ShapeDtypeStruct`` in place of rows, that returns one of these; or None,
+            which marks no parameter.
         tree: parameters or gradients.
-        argument: what the mask was given as, for the error.
+        argument: the name of the argument with the mask, for the error.
 
     Raises:
-        TypeError: if the function returns no mask, or a mask holds None.
+        TypeError: if the function does not return a mask, or a mask has None.
         ValueError: if a pattern matches no name, unless ``optax.masked`` or ``optax.partition``
-            hides parameters here. What a model may lack is for a function to mark.
+            hides parameters. Use a function for parameters that a model may lack.
     """
     if callable(mask):
         mask = _called(mask, tree)
@@ -279,7 +279,7 @@ def resolve_mask(mask: Any, tree: Any, argument: str = "mask") -> Any:
 
 def _fill(mark: Any, part: Any) -> Any:
     if mark is None and part is not None:  # a function maps a missing gradient to None
-        raise TypeError("a mask must hold True or False for each parameter, got None in it")
+        raise TypeError("a mask must have True or False for each parameter, got None")
     return jax.tree.map(lambda _: bool(mark), part, is_leaf=is_sparse_or_none)
 
 
@@ -292,21 +292,21 @@ def _called(mask: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def resolve_unmasked(mask: Any, tree: Any, argument: str = "mask") -> Any:
-    """The opposite of :func:`resolve_mask`."""
+    """The negation of :func:`resolve_mask`."""
     return jax.tree.map(lambda mark: not mark, resolve_mask(mask, tree, argument))
 
 
 def only_for(mask: Any, tx: optax.GradientTransformation) -> Optimizer:
-    """A transformation of the parameters that a mask marks, None for all; the others pass.
+    """Applies a transformation to the parameters marked by a mask, None for all.
 
-    ``update`` must be given the parameters: gradients may be missing, and slots are not.
+    ``update`` needs the parameters, since gradients may be missing but slots are not.
     """
     mask = True if mask is None else mask
     return _for_marked(lambda params: resolve_mask(mask, params), tx)
 
 
 def except_for(skip: Any, tx: optax.GradientTransformation) -> Optimizer:
-    """As :func:`only_for`, of the parameters that the mask ``skip`` does not mark."""
+    """Like :func:`only_for`, for the parameters that the mask ``skip`` does not mark."""
     return _for_marked(lambda params: resolve_unmasked(skip, params, "skip"), tx)
 
 
@@ -324,7 +324,7 @@ def _for_marked(marks: Callable[[Any], Any], tx: optax.GradientTransformation) -
 
 
 def _patterns(mask: Any) -> tuple[str, ...] | None:
-    """The patterns in a mask; None if it is of another kind."""
+    """The patterns of a mask; None for other kinds of masks."""
     if isinstance(mask, str):
         return (mask,)
     is_patterns = isinstance(mask, tuple | list) and all(isinstance(p, str) for p in mask)
@@ -332,5 +332,5 @@ def _patterns(mask: Any) -> tuple[str, ...] | None:
 
 
 def arrays_by_path(tree: Any) -> dict[str, Any]:
-    """The arrays of a tree, where they are."""
+    """The arrays of a tree, by their paths."""
     return {path_name(path): x for path, x in leaves_with_path(tree)}

@@ -1,4 +1,4 @@
-"""What is done on some platforms alone."""
+"""Operations on specific platforms."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import jax
 
 
 def first_on_gpus(tree: Any) -> Any:
-    """The same; on GPUs all of it is computed before what follows.
+    """The same tree; on GPUs a barrier computes all of it before later operations.
 
-    XLA for GPUs would compute it again for each of its uses: with rows that are read from a table
-    after others have taken their place, for which it copies the table. On TPUs a barrier costs
-    cycles, and arrays that would be parts of fusions.
+    XLA for GPUs would compute it again for each of its uses, from rows of a table that have been
+    overwritten, for which it copies the table. On TPUs a barrier costs cycles, and arrays that
+    would otherwise be fused.
     """
     barrier = jax.lax.optimization_barrier
     return jax.lax.platform_dependent(tree, cuda=barrier, rocm=barrier, default=lambda same: same)

@@ -1,13 +1,13 @@
-"""Row ids that arithmetic refuses: integers in an array of an extended dtype of JAX.
+"""Row ids that do not allow arithmetic: integers in an array of an extended dtype of JAX.
 
 The ids of rows are a leaf of a pytree, and code that maps over all leaves would compute with them:
-``-g``, ``optax.scale``, ``optax.tree.add``, ``psum``. An array of an extended dtype, such as that
-of JAX's random keys, passes through all transformations of JAX and refuses arithmetic when it is
-traced. JAX writes the dtype into the error, and its name is the hint. To protect ids is to
-reinterpret their bits, so compiled programs do not pay for it.
+``-g``, ``optax.scale``, ``optax.tree.add``, ``psum``. An array of an extended dtype, like that of
+random keys, passes through all transformations of JAX, and raises an error for arithmetic when it
+is traced. The error contains the name of the dtype, which is the hint. Protecting ids reinterprets
+their bits, at no cost in compiled programs.
 
-What is stored is the complement of each id: ``zeros_like`` and ``ones_like`` of protected ids are
-ids below zero, which are outside of every table and therefore ignored.
+The complement of each id is stored: ``zeros_like`` and ``ones_like`` of protected ids are negative
+ids, which are out of range of every table and therefore ignored.
 """
 
 import functools
@@ -23,10 +23,9 @@ from .marks import marked
 from .numerics import promote_types
 
 HINT = (
-    "If a transformation does not support `SparseRows`, put `optzoo.rows.densify()` before it "
-    "or wrap it in `optzoo.rows.on_values`; `optzoo.accumulate(..., max_rows=...)` replaces "
-    "`optax.MultiSteps`, and "
-    "`optzoo.clip_by_global_norm` that of optax."
+    "If a transformation does not support `SparseRows`, put `optzoo.rows.densify()` before it or "
+    "wrap it in `optzoo.rows.on_values`; `optzoo.accumulate(..., max_rows=...)` replaces "
+    "`optax.MultiSteps`, and `optzoo.clip_by_global_norm` that of optax."
 )
 
 
@@ -56,7 +55,7 @@ def _unwrap(protected: Array) -> Array:
 
 @functools.cache
 def _dtypes() -> dict[Any, Any]:
-    """The dtype of plain ids by that of protected ids."""
+    """The dtypes of plain ids, by those of protected ids."""
     wrap = lambda impl: functools.partial(jax.random.wrap_key_data, impl=impl)
     words = lambda n: jax.ShapeDtypeStruct((n,), jnp.uint32)
     impls = enumerate(_IMPLS.items(), 1)
@@ -66,20 +65,20 @@ def _dtypes() -> dict[Any, Any]:
 
 
 def is_protected(ids: Any) -> bool:
-    """Whether ``ids``, or the array that an abstract value stands for, are protected."""
+    """Whether ``ids``, or the array of an abstract value, are protected."""
     return getattr(ids, "dtype", None) in _dtypes()
 
 
 def protect(ids: Any) -> Any:
-    """Integers as ids of rows; protected ids, and objects that are no arrays, as they are.
+    """Protects integers as ids of rows; leaves protected ids and other objects unchanged.
 
-    Ids beyond 32 bits are kept under x64. Without it they become negative, and so are ignored.
+    Ids that exceed 32 bits are kept under x64. Without it they become negative, and so are ignored.
 
     Args:
         ids: integers: an array, a list, a tuple, or an abstract value.
 
     Raises:
-        TypeError: if they are not integers.
+        TypeError: if ids are not integers.
     """
     if type(ids) in (list, tuple):
         ids = as_ids(ids)
@@ -101,9 +100,9 @@ def protect(ids: Any) -> Any:
 
 
 def as_ids(ids: Any) -> Any:
-    """Integers of Python or NumPy as those of NumPy that JAX keeps; -1 for those of more bits.
+    """Converts Python or NumPy integers to NumPy integers of JAX; -1 for ids with more bits.
 
-    No row has the id -1. What is no integer, and what is of JAX, is as it is.
+    No row has the id -1. Other objects, and JAX arrays, are unchanged.
     """
     if isinstance(ids, int | list | tuple):
         if any(isinstance(i, jax.Array) for i in jax.tree.leaves(ids)):
@@ -124,7 +123,7 @@ def integer_ids(ids: Any, name: str = "ids") -> Array:
     """Ids of rows as an array of integers, by :func:`as_ids`.
 
     Raises:
-        TypeError: if they are no integers, named ``name``.
+        TypeError: if ids are not integers; the error names ``name``.
     """
     try:
         array = jnp.asarray(as_ids(ids))
@@ -137,10 +136,10 @@ def integer_ids(ids: Any, name: str = "ids") -> Array:
 
 
 def plain(ids: Any) -> Any:
-    """The integers of protected ids, int32 or int64; objects that are no arrays as they are.
+    """The integers of protected ids, int32 or int64; objects that are not arrays are unchanged.
 
     Raises:
-        TypeError: if they are an array that is not protected.
+        TypeError: if ids are an unprotected array.
     """
     if isinstance(ids, jax.ShapeDtypeStruct) and is_protected(ids):
         return jax.ShapeDtypeStruct(ids.shape, _dtypes()[ids.dtype], sharding=ids.sharding)

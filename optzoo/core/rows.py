@@ -1,4 +1,4 @@
-"""A gradient that touches only some rows of its parameter."""
+"""Row-sparse gradients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _HintInErrors(type):
 
 
 class Shard(NamedTuple):
-    """Of which table rows are, if each device has the gradients of some rows of it alone.
+    """The sharded table of rows, if each device has the gradients of its own rows only.
 
     It is static, and part of the tree structure of :class:`SparseRows`.
     """
@@ -51,19 +51,19 @@ class Shard(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SparseRows(metaclass=_HintInErrors):
-    """Rows ``values[i]`` with the ids ``indices[i]``, of an array of ``num_rows`` rows.
+    """A row-sparse gradient: rows ``values[i]`` with the ids ``indices[i]``, of ``num_rows`` rows.
 
-    The counterpart of ``tf.IndexedSlices``. Rows that share an index are summed. The index
-    ``num_rows`` marks padding; it, and any other index outside ``[0, num_rows)``, is ignored.
+    The counterpart of ``tf.IndexedSlices``. Rows with the same index are summed. The index
+    ``num_rows`` is padding; all indices outside ``[0, num_rows)`` are ignored.
 
-    ``params + rows`` scatters the rows, so ``optax.apply_updates`` works unchanged.
+    ``params + rows`` scatters the rows, so ``optax.apply_updates`` supports them.
 
-    A transformation that maps over all leaves gets ``values`` and ``ids``. The ids have a dtype
-    that allows no arithmetic, so that it cannot change them: there is an error when it is traced.
-    Use :func:`optzoo.rows.densify` or :func:`optzoo.rows.on_values` there, and
+    A transformation that maps over all leaves gets ``values`` and ``ids``. The dtype of ids does
+    not allow arithmetic, so a transformation that changes them raises an error when it is traced.
+    Use :func:`optzoo.rows.densify` or :func:`optzoo.rows.on_values` around it, and
     :func:`optzoo.clip_by_global_norm` instead of optax's. ``optax.tree.zeros_like`` of rows is
-    padding. What writes arrays to files or turns them into NumPy arrays takes no ids, and raises an
-    error: give it ``indices`` and ``values``.
+    padding. Code that saves arrays or converts them to NumPy raises an error for ids: use
+    ``indices`` and ``values``.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -72,23 +72,23 @@ class SparseRows(metaclass=_HintInErrors):
         [0. 0. 4. 0.]
 
     Attributes:
-        indices: integers of shape ``(n,)``. They are kept, and read, as int32; under x64 those of
-            more than 32 bits as int64.
-        values: shape ``(n, *row_shape)``.
+        indices: integers of shape ``(n,)``, stored as int32; under x64, those that exceed 32 bits
+            as int64.
+        values: an array of shape ``(n, *row_shape)``.
         num_rows: a Python int, static under ``jit``.
-        coalesced: whether every index but padding is known to occur once, and padding to have
-            zero values. A hint for the transformations of a chain, not part of the tree: any
-            tree operation drops it.
-        lines: whether the table is in lines (:class:`optzoo.rows.Lines`, which sets it). It is
-            static, and part of the tree structure.
-        shard: of a table that :func:`optzoo.sharded_minimize` has divided, what the shards have
-            in common; None for all other rows.
-        squares: the sum of the squares of all elements of the whole gradient of such a table,
-            if it is known: a norm must count the rows of all devices, and of all rounds.
+        coalesced: whether all indices except padding are known to be distinct, and values of
+            padding zero. It is a hint for the transformations of a chain, dropped by tree
+            operations.
+        lines: whether the table is in lines; set by :class:`optzoo.rows.Lines`. It is static, and
+            part of the tree structure.
+        shard: for a table divided by :func:`optzoo.sharded_minimize`, the properties shared by its
+            shards; None for all other rows.
+        squares: the sum of squares of the whole gradient of such a table, if it is known, for norms
+            over the rows of all devices and all rounds.
 
     Raises:
-        TypeError: if the indices are not integers, if one of them and the values is an array and
-            the other is not, or if ``num_rows`` is not a Python int.
+        TypeError: if the indices are not integers, if only one of indices and values is an array,
+            or if ``num_rows`` is not a Python int.
         ValueError: if ``indices`` and ``values`` differ in length, or ``num_rows`` is negative.
     """
 
@@ -132,7 +132,7 @@ class SparseRows(metaclass=_HintInErrors):
 
     @property
     def ids(self) -> Any:
-        """The indices as they are in the tree, in a dtype that allows no arithmetic."""
+        """The indices as stored in the tree, in a dtype that does not allow arithmetic."""
         return self.__dict__["_ids"]
 
     @property
@@ -166,11 +166,11 @@ class SparseRows(metaclass=_HintInErrors):
         return self if self.lines else self._same(self.values, lines=True)
 
     def in_lines(self, x: Any) -> bool:
-        """Whether an array is in the lines of the table, or two of its slots are."""
+        """Whether an array is in the lines of the table, or of two of its slots."""
         return self.lines and are_lines(x, self.shape)
 
     def _same(self, values: Any, **changed: Any) -> SparseRows:
-        """The same rows but for what is given, without the hint of the sum."""
+        """A copy with changed fields, without the hints of the sum."""
         fields: dict[str, Any] = {
             "ids": self.ids,
             "coalesced": self.coalesced,
@@ -182,12 +182,12 @@ class SparseRows(metaclass=_HintInErrors):
 
     @property
     def size(self) -> int:
-        """The number of elements of the whole array; of a sharded table those of all shards."""
+        """The number of elements of the whole array; for a sharded table, of all shards."""
         num_rows = self.num_rows if self.shard is None else self.shard.num_rows
         return num_rows * math.prod(self.values.shape[1:])
 
     def __add__(self, other: Any) -> Any:
-        """``other`` with the rows added to it; the sum of rows and rows is rows."""
+        """``other`` with the rows added to it; the sum of two SparseRows is SparseRows."""
         if not fits(self, other):
             self._refuse_shape(other)
         if is_rows(other):
@@ -244,7 +244,7 @@ class SparseRows(metaclass=_HintInErrors):
     __matmul__ = __rmatmul__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
     def to_dense(self, like: Any = None) -> Array:
-        """The whole array, zero where no row is listed; as ``like`` is in lines and divided."""
+        """The whole array, zero where no row is listed; in lines and divided like ``like``."""
         wide = upcast(self.values)
         shape, sharding = self.shape, None
         if like is not None and not is_rows(like) and fits(self, like):
@@ -253,7 +253,7 @@ class SparseRows(metaclass=_HintInErrors):
         return (zeros + self.with_values(wide)).astype(self.dtype)
 
     def gather(self, dense: Any) -> Array:
-        """The rows of ``dense`` at ``indices``; at padding, some row of it."""
+        """The rows of ``dense`` at ``indices``; arbitrary rows at padding."""
         if is_lines(dense):
             return take_rows(dense.value, self.indices, dense.shape)
         if self.num_rows == 0:
@@ -278,10 +278,12 @@ class SparseRows(metaclass=_HintInErrors):
             self._refuse_shape(dense)
 
     def _refuse_shape(self, x: Any) -> None:
-        raise ValueError(f"rows of an array of shape {self.shape} do not fit {jnp.shape(x)}")
+        raise ValueError(
+            f"rows of an array of shape {self.shape} do not match an array of shape {jnp.shape(x)}"
+        )
 
     def rows_if(self, wanted: Array) -> SparseRows:
-        """The same rows if a condition holds, and otherwise padding alone."""
+        """The same rows if a condition holds, otherwise only padding."""
         ids = jnp.where(wanted, self.indices, self.num_rows)
         return self._same(jnp.where(wanted, self.values, 0), ids=protect(ids))
 
@@ -292,10 +294,10 @@ class SparseRows(metaclass=_HintInErrors):
         return self._same(jnp.where(real, self.values, 0))
 
     def coalesce(self, *, deterministic: bool = False) -> SparseRows:
-        """Sums the rows that share an index; the positions that are left become padding.
+        """Sums rows with the same index; the remaining positions become padding.
 
-        Sums in at least float32. On an accelerator the order of the sums is not fixed;
-        with ``deterministic`` it is, by a sort and a scan, and results repeat bit by bit.
+        Sums in at least float32. On accelerators the order of the sums is not fixed, unless
+        ``deterministic``: a sort and a scan then make results bit-reproducible.
         """
         if self.coalesced:
             return self
@@ -306,7 +308,7 @@ class SparseRows(metaclass=_HintInErrors):
         return self._same(values.astype(self.dtype), ids=protect(ids), coalesced=True)
 
     def _row_ids(self) -> Array:
-        """The indices; those out of range are replaced by that of padding."""
+        """The indices, with padding in place of indices out of range."""
         return in_range(self.indices, self.num_rows)
 
 
@@ -339,7 +341,7 @@ def _make(
     squares: Any,
     lines: bool,
 ) -> SparseRows:
-    """Rows of ids that are protected; or of any objects, as in a tree of shapes."""
+    """Rows with protected ids; or with any objects, as in a tree of shapes."""
     _check_lengths(ids, values)
     rows = object.__new__(SparseRows)
     rows.__dict__.update(
@@ -383,12 +385,12 @@ def is_rows(g: object) -> bool:
 
 
 def fits(g: Any, x: Any) -> bool:
-    """Whether an array has the shape of a gradient; of rows of lines it may be in lines."""
+    """Whether an array has the shape of a gradient, or its lines for rows of a table in lines."""
     return jnp.shape(x) == jnp.shape(g) or (is_rows(g) and g.in_lines(x))
 
 
 def axes_of_rows(g: SparseRows) -> tuple[str, ...]:
-    """The mesh axes over which the rows of the table are divided; none if it is in one part."""
+    """The mesh axes over which the rows of the table are divided; empty if it is not divided."""
     return () if g.shard is None else g.shard.axes
 
 
@@ -398,32 +400,32 @@ def is_sparse_or_none(g: object) -> bool:
 
 
 def map_rows(f: Callable[[SparseRows], Any], updates: Any) -> Any:
-    """``f`` of every SparseRows in a tree; arrays are unchanged."""
+    """Applies ``f`` to every SparseRows in a tree; arrays are unchanged."""
     return jax.tree.map(lambda g: f(g) if is_rows(g) else g, updates, is_leaf=is_rows)
 
 
 def map_not_none(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """``f`` of leaves, and None where the first tree has None."""
+    """Applies ``f`` to leaves; None where the first tree has None."""
     apply = lambda x, *xs: None if x is None else f(x, *xs)
     return jax.tree.map(apply, tree, *rest, is_leaf=is_sparse_or_none)
 
 
 def apply_not_none(params: Any, updates: Any) -> Any:
-    """``optax.apply_updates``; a parameter without an update is unchanged."""
+    """``optax.apply_updates``; parameters without an update are unchanged."""
     add = lambda u, x: (x + u).astype(x.dtype)
     return replace_not_none(params, map_not_none(add, updates, params))
 
 
 def replace_not_none(old: Any, new: Any) -> Any:
-    """The leaves of ``new``, and those of ``old`` where ``new`` has None."""
+    """The leaves of ``new``, or those of ``old`` where ``new`` has None."""
     return jax.tree.map(lambda a, b: a if b is None else b, old, new)
 
 
 def as_arrays(tree: Any) -> Any:
-    """The tree with arrays of JAX in the place of NumPy's and of Python's numbers.
+    """The tree with JAX arrays in place of NumPy arrays and Python numbers.
 
-    ``jax.jit`` does this with the arguments of a program. Without it an update may get a state that
-    was restored as NumPy arrays, or parameters that are Python floats.
+    ``jax.jit`` does this to arguments. Without it, an update may get a state restored as NumPy
+    arrays, or Python floats as parameters.
     """
     if not any(map(_is_foreign, jax.tree.leaves(tree))):
         return tree
@@ -438,14 +440,14 @@ def as_arrays(tree: Any) -> Any:
 
 
 def _is_foreign(x: Any) -> bool:
-    """Whether it is a number, or an array of numbers, that is not of JAX."""
+    """Whether ``x`` is a number, or an array of numbers, that is not of JAX."""
     if isinstance(x, np.ndarray | np.generic):
         return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_
     return isinstance(x, int | float | complex)
 
 
 def zeros_like_update(shapes: Any) -> Any:
-    """An update of zeros, with rows that are all padding, of the given shapes."""
+    """An update of zeros, with only padding in rows, of the given shapes."""
     # Zeros of the dtype of protected ids are padding.
     return jax.tree.map(zeros_of, shapes)
 
@@ -463,7 +465,7 @@ def coalesce(*, deterministic: bool = False) -> optax.GradientTransformation:
         [4 2] [0. 4.]
 
     Args:
-        deterministic: sum in a fixed order on every backend, so that a run repeats bit by bit.
+        deterministic: whether to sum in a fixed order on every backend, for bit-reproducible runs.
     """
     merged = lambda g: g.coalesce(deterministic=deterministic)
     return optax.stateless(lambda updates, _: map_rows(merged, updates))
@@ -471,11 +473,11 @@ def coalesce(*, deterministic: bool = False) -> optax.GradientTransformation:
 
 @recorded
 def densify() -> optax.GradientTransformation:
-    """Turns every SparseRows gradient into an array: for transformations that do not support rows.
+    """Converts SparseRows gradients to arrays, for transformations that do not support rows.
 
-    Put it before such a transformation in a chain. Put it also before a wrapper that needs updates
-    of the gradient's structure, such as ``optax.apply_if_finite``, around an optimizer that makes
-    dense updates of rows (:func:`optzoo.adam`).
+    Put it before such a transformation in a chain, and before a wrapper that needs updates with the
+    structure of the gradient, such as ``optax.apply_if_finite``, around an optimizer with dense
+    updates for rows (:func:`optzoo.adam`).
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -498,10 +500,10 @@ def densify() -> optax.GradientTransformation:
 
 @recorded
 def on_values(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Applies a stateless transformation, such as clipping, to the values of rows alone.
+    """Applies a stateless transformation, such as clipping, to the values of rows only.
 
-    Repeated indices are summed first, so an element-wise ``inner`` computes what it computes from
-    the dense gradient, except for the untouched rows, which it does not see.
+    Rows with repeated indices are summed first, so an element-wise ``inner`` gives the result of
+    the dense gradient, except for untouched rows, to which it is not applied.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -512,7 +514,7 @@ def on_values(inner: optax.GradientTransformation) -> optax.GradientTransformati
         [[1.  0.5]]
 
     Args:
-        inner: a transformation without params-shaped state that reads no parameters.
+        inner: a transformation that has no params-shaped state and does not use parameters.
     """
     check_transformation(inner=inner)
     reads, inner = about_of(inner).reads, optax.with_extra_args_support(inner)

@@ -1,4 +1,4 @@
-"""Hyper-parameters that are numbers or schedules, functions of the step."""
+"""Hyper-parameters that are numbers, or schedules: functions of the step."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ def at_step(name: str, step: Any, value: Any, override: Any = None) -> Any:
     """A hyper-parameter at ``step``, unless it is overridden for this update.
 
     Args:
-        name: of the hyper-parameter, for the errors.
-        step: the number of steps before.
+        name: the name of the hyper-parameter, for errors.
+        step: the number of previous steps.
         value: a number, or a function of ``step``.
-        override: what ``update(..., name=)`` was given, or None.
+        override: the value given to ``update(..., name=)``, or None.
 
     Raises:
-        TypeError: if it is no number.
-        ValueError: if it is an array with axes, which would be broadcast to those of parameters.
+        TypeError: if the value is not a number.
+        ValueError: if the value is an array with axes, which would be broadcast with parameters.
     """
     if override is not None:
         return _checked(f"update(..., {name}=) must be", override)
@@ -31,7 +31,7 @@ def _checked(must: str, value: Any) -> Any:
         raise TypeError(f"{must} a number, got {value!r}")
     if shape := np.shape(value):
         raise ValueError(
-            f"{must} one number, got an array of shape {shape}: it is the value of this step for "
-            "all elements of all parameters"
+            f"{must} a scalar, got an array of shape {shape}: the value applies to all elements "
+            "of all parameters in this step"
         )
     return value

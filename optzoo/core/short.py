@@ -1,4 +1,4 @@
-"""Short texts of trees: types in the place of arrays."""
+"""Short texts of trees, with types in place of arrays."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,8 +11,8 @@ def short(value: Any, of: Callable[[Any], str] | None = None) -> str:
     """A tree as one line: ``float32[8,64]`` for an array, and the value of a scalar.
 
     Args:
-        value: anything; what is no container and no array is shown by ``repr``.
-        of: how the parts of a container are shown; None for this function.
+        value: any object; objects other than containers and arrays are shown by ``repr``.
+        of: a function that shows the parts of a container; None for this function.
     """
     of = of or short
     if isinstance(value, tuple) and hasattr(value, "_fields") and _is_plain(type(value)):
@@ -31,7 +31,7 @@ def short(value: Any, of: Callable[[Any], str] | None = None) -> str:
 
 
 def aval(x: Any) -> str:
-    """The type of an array; of a scalar that is here, and no key, its value."""
+    """The type of an array; the value of a scalar that is available and not a key."""
     is_here = isinstance(x, np.ndarray) or (
         isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
     )
@@ -42,7 +42,7 @@ def aval(x: Any) -> str:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether a named tuple has the repr of this module, or none of its own."""
+    """Whether a named tuple has the repr of this module, or no custom one."""
     return kind.__repr__ is short_repr or kind.__repr__.__module__ != kind.__module__
 
 

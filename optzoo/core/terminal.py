@@ -1,4 +1,4 @@
-"""Text for a terminal: tables, and programs whose output may be closed before they end."""
+"""Text for a terminal: tables, and programs whose output may be closed early."""
 
 import os
 import signal
@@ -14,9 +14,9 @@ def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def until_closed(run: Callable[[], int]) -> int:
-    """The exit code of ``run``; that of a closed pipe, without an error, if nobody reads on.
+    """The exit code of ``run``; that of a closed pipe, without an error, if the pipe is closed.
 
-    As in ``optzoo list | head``.
+    An example is ``optzoo list | head``.
     """
     try:
         try:

@@ -10,10 +10,10 @@ _BETWEEN = frozenset(
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the innermost line outside of this library, and of those that call it.
+    """Warns at the innermost line outside of this library and of the libraries that call it.
 
-    ``skip_file_prefixes`` of ``warnings.warn`` needs Python 3.12, and files: the methods that
-    ``dataclasses`` makes have none.
+    ``skip_file_prefixes`` of ``warnings.warn`` needs Python 3.12 and source files, which the
+    methods made by ``dataclasses`` lack.
     """
     frame, level = sys._getframe(1), 2
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:

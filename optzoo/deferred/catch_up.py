@@ -1,4 +1,4 @@
-"""Rows brought up to the present step: of some ids, or all."""
+"""Catches up deferred rows: those of some ids, or all."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from ..state.types import MasterWeightsState, nodes_of
 from .tables import by_ids, map_tables, whole
 
 NOTHING_FOLLOWS = (
-    "the update includes how deferred rows have moved, so nothing may scale it, add to it or "
-    "replace it. Make optzoo.caught_up the last of its optax.chain, with no wrapper around it that "
+    "the update includes the movement of deferred rows, so it must not be scaled, added to or "
+    "replaced. Make optzoo.caught_up the last of its optax.chain, with no wrapper around it that "
     "changes updates, and transform gradients before it"
 )
 
 
 def catch_up(params: Any, state: Any, ids: Any = None) -> tuple[Any, Any]:
-    """The rows of some ids as of now, or all rows: those that :func:`optzoo.caught_up` deferred.
+    """Catches up the rows that :func:`optzoo.caught_up` deferred: those of some ids, or all.
 
-    With ``ids``: for a loop of your own, before the loss reads these rows. (:func:`optzoo.minimize`
-    does it itself.) Repeated ids do no harm. Ids out of range are ignored.
+    With ``ids``: call it in a training loop of your own, before the loss reads these rows.
+    (:func:`optzoo.minimize` does so itself.) Ids may repeat. Ids out of range are ignored.
 
-    Without: for evaluation, export and checkpoints, and before settings change. It reads and writes
-    every row once. The result is what the optimizer has without :func:`optzoo.caught_up`, and
-    ``state.inner`` is its state; training may resume from either. Of arrays that are sharded by
-    rows each device does its own. Inside ``jit`` the shardings are not known, so there call it in a
+    Without ``ids``: call it before evaluation, export, checkpoints and changes of settings. It
+    reads and writes every row once. The result equals that of the optimizer without
+    :func:`optzoo.caught_up`, and ``state.inner`` is its state; training may resume from either.
+    Each device catches up its own shards. Inside ``jit``, where shardings are unknown, call it in a
     ``jax.shard_map`` (docs/caught_up.md).
 
     Outside of ``jit`` the tables are copied. To write them in place, use
@@ -53,27 +53,24 @@ def catch_up(params: Any, state: Any, ids: Any = None) -> tuple[Any, Any]:
     Args:
         params: the parameters.
         state: the state of :func:`optzoo.caught_up`, or of a chain or masks with it.
-        ids: for each table, by a pattern for its name (:func:`optzoo.param_groups`), such as
-            ``{"users/embedding": user_ids}``, integers of any shape; or the integers alone if the
-            parameters are one array; None for all rows of all tables.
+        ids: a dict from patterns of names (:func:`optzoo.param_groups`) to integers of any shape,
+            such as ``{"users/embedding": user_ids}``; or integers if the parameters are one array;
+            None for all rows of all tables.
 
     Returns:
         The parameters and the state.
 
     Raises:
-        TypeError: if ids are not integers, a parameter is no array, or the state has variables of
-            Flax NNX.
-        StateError: if the state is that of other parameters.
-        ValueError: if no part of the state is of :func:`optzoo.caught_up`; with ``ids`` also if a
-            pattern matches no parameter, or :func:`optzoo.caught_up` is not the last of its
+        TypeError: if ids are not integers, a parameter is not an array, or the state has variables
+            of Flax NNX.
+        StateError: if the state does not match the parameters.
+        ValueError: if the state has no part made by :func:`optzoo.caught_up`; with ``ids`` also if
+            a pattern matches no parameter, or :func:`optzoo.caught_up` is not the last of its
             ``optax.chain``.
     """
     refuse_nnx(state)
     if not has_deferred(state):
-        raise ValueError(
-            "no rows are deferred in this state, which is not of optzoo.caught_up: all are as of "
-            "now"
-        )
+        raise ValueError("this state has no part made by optzoo.caught_up, so no rows are deferred")
     check_leaves(abstract=False, params=params)
     if ids is None:
         return _all_rows(params, state)
@@ -88,22 +85,22 @@ def catch_up(params: Any, state: Any, ids: Any = None) -> tuple[Any, Any]:
 
 
 def check_no_guard(state: Any) -> None:
-    """Raises ``ValueError`` if ``optax.apply_if_finite`` is around what it does not work with.
+    """Raises ``ValueError`` if ``optax.apply_if_finite`` is around an unsupported transformation.
 
-    It chooses between updates and zeros like the gradients, so they must have the same types.
+    It selects between updates and zeros like the gradients, so both must have the same types.
     """
     for node in nodes_of(optax.ApplyIfFiniteState, state):
         if nodes_of(MasterWeightsState, node.inner_state):
             raise ValueError(
-                "optax.apply_if_finite takes no updates of optzoo.master_weights, which are in "
-                "float32 where gradients are in bfloat16: put it inside, "
+                "optax.apply_if_finite does not support the updates of optzoo.master_weights, "
+                "which are float32 where gradients are bfloat16: put it inside, "
                 "optzoo.master_weights(optax.apply_if_finite(optimizer, n))"
             )
         if has_deferred(node.inner_state):
             raise ValueError(
-                "optax.apply_if_finite takes no updates of optzoo.caught_up, which have more rows "
-                "than the gradients: put optzoo.transforms.zero_if_norm_exceeds(math.inf) "
-                "before it in a chain"
+                "optax.apply_if_finite does not support the updates of optzoo.caught_up, which "
+                "have more rows than the gradients: put "
+                "optzoo.transforms.zero_if_norm_exceeds(math.inf) before it in a chain"
             )
 
 
@@ -118,8 +115,8 @@ def _check_nothing_follows(state: Any) -> None:
             follow = [p for p in node[k + 1 :] if not isinstance(p, optax.MaskedState)]
             if has_deferred(part) and follow:
                 raise ValueError(
-                    f"optzoo.caught_up is number {k + 1} of {len(node)} transformations in a "
-                    f"chain: {NOTHING_FOLLOWS}"
+                    f"optzoo.caught_up is transformation {k + 1} of {len(node)} in a chain: "
+                    f"{NOTHING_FOLLOWS}"
                 )
             _check_nothing_follows(part)
 
@@ -147,7 +144,7 @@ def _all_rows(params: Any, state: Any) -> tuple[Any, Any]:
 
 
 def _has_shards(x: Any) -> bool:
-    """Whether an array is known to have its rows on several devices."""
+    """Whether the rows of an array are known to be on several devices."""
     if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or x.ndim == 0:
         return False
     return isinstance(x.sharding, NamedSharding) and x.sharding.shard_shape(x.shape)[0] < len(x)

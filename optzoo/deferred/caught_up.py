@@ -26,13 +26,12 @@ def caught_up(
     dense: bool = False,
     horizon: int = 1 << 14,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Updates that move all rows of a table, at the cost of the rows that a step reads.
+    r"""Updates of all rows of a table at the cost of the rows that a step reads.
 
     ``tf.train.AdamOptimizer`` decays the slots of *all* rows of an embedding table in each step,
     and moves all rows; :func:`optzoo.adam` does the same, and :func:`optzoo.lazy_adam`, which does
-    not, trains differently. Here the updates of a row are deferred while no id names it; it is
-    caught up in closed form when it is read. A row deferred for :math:`K` steps from step
-    :math:`l`:
+    not, trains differently. This wrapper defers the updates of a row until a batch reads it, and
+    then catches it up in closed form. A row deferred for :math:`K` steps from step :math:`l`:
 
     .. math::
         m_{l+K} &= \beta_1^K m_l, \qquad v_{l+K} = \beta_2^K v_l \\
@@ -40,34 +39,34 @@ def caught_up(
                    \frac{\beta_1^k}{\sqrt{v_l}\, \beta_2^{k/2} + \hat\epsilon}, \qquad
         a_t = \eta_t \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t}
 
-    The sum is evaluated as a polynomial whose coefficients are the same for all rows of one age, to
-    2e-8 of the movement in float32 and to 1e-14 in float64, for any schedule of the rate. So the
-    result is that of ``inner`` up to rounding, at each row that is read.
+    The sum is evaluated as a polynomial whose coefficients are shared by all rows of one age, with
+    a relative error of 2e-8 in float32 and 1e-14 in float64, for any schedule of the rate. Each row
+    that is read equals that of ``inner`` up to rounding.
 
-    :func:`optzoo.minimize` finds the ids of all lookups, catches their rows up, and updates them.
-    If the loss uses a table in another way too (tied weights, a norm), all rows of it are caught up
-    in each step, with a :class:`optzoo.DenseGradientWarning`. It does so in a chain or in
-    :func:`optzoo.param_groups` too, where each row is read and written twice; nothing may follow in
-    the chain, since the update includes how swept rows moved. :func:`optzoo.sharded_minimize` does
-    the same with tables sharded by rows. In a loop of your own, call :func:`optzoo.rows.catch_up`
-    before the loss reads rows, and without ids for all other readers; :func:`optzoo.eval_params`
-    gives parameters without deferred rows. ``optzoo.get_slot`` and ``optzoo.save_tf1_state`` raise
-    an error while rows are deferred.
+    :func:`optzoo.minimize` finds the ids of all lookups, catches up their rows, and updates them.
+    If the loss also uses a table in another way (tied weights, a norm), each step catches up all
+    its rows, with a :class:`optzoo.DenseGradientWarning`. In a chain or in
+    :func:`optzoo.param_groups`, each row is read and written twice; the wrapper must be the last of
+    a chain, since the update includes the movement of swept rows. :func:`optzoo.sharded_minimize`
+    supports tables sharded by rows. In a loop of your own, call :func:`optzoo.rows.catch_up` before
+    the loss reads rows, and without ids before any other use; :func:`optzoo.eval_params` returns
+    parameters without deferred rows. ``optzoo.get_slot`` and ``optzoo.save_tf1_state`` raise an
+    error while rows are deferred.
 
-    What cannot be right becomes NaN, so that it is noticed: the update of a row that was not caught
-    up, rows deferred while a decay, epsilon or the weight decay changed, and rows deferred for
-    longer than the clock remembers. The last happens only to a state that was put together by hand,
-    since in each step a few rows are swept, so that no row is deferred for longer than ``horizon``
-    steps.
+    Invalid rows become NaN: rows that are updated without being caught up, rows deferred while a
+    decay, epsilon or the weight decay changed, and rows deferred for longer than the clock records.
+    The last case occurs only with a state assembled by hand: each step sweeps (catches up) a few
+    rows, so that no row is deferred for more than ``horizon`` steps.
 
-    A table may be in 16 bits, with slots in float32; and slots in bfloat16 that are rounded at
-    random (:func:`optzoo.slots_dtype`). A row is then rounded once when it is caught up, where
-    ``inner`` rounds it in each step.
+    Tables may be 16-bit with float32 slots, and slots may be bfloat16 with stochastic rounding
+    (:func:`optzoo.slots_dtype`). A row is then rounded once when it is caught up; ``inner`` rounds
+    it in each step.
 
-    The steps are counted up to ``2**31 - 1``: rows that are read after one more become NaN.
+    The step count is limited to ``2**31 - 1``: rows that are read later become NaN.
 
-    The optimizers with a decay rule: adam, adamw, nadam, add_sign and power_sign; with ``dense``
-    also momentum, momentumw, rmsprop, amsgrad and adamax, and all rows of adamw and nadam.
+    Supported optimizers, which have a decay rule: adam, adamw, nadam, add_sign and power_sign; with
+    ``dense`` also momentum, momentumw, rmsprop, amsgrad and adamax, and all rows of adamw and
+    nadam.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -82,25 +81,24 @@ def caught_up(
         [0.78, 0.87, 0.94, 0.75, 1.0, 1.0]
 
     Args:
-        inner: a complete optimizer, including its learning rate, as it is made by its function, or
-            by :func:`optzoo.slots_dtype` with ``packed=True`` around it: the fastest for tables. A
-            :func:`optzoo.moving_average` may be around it too; its averages are caught up as well.
-        mask: which parameters have rows that may be deferred (:func:`optzoo.param_groups`); None
-            for those of at least 4096 rows. All others are updated as by ``inner``.
-        dense: what to equal: False for ``inner`` given the row-sparse gradient; True for ``inner``
-            given the same gradient as an array (:func:`optzoo.rows.densify`). For adam they are
-            equal.
-        horizon: the number of steps after which a row is swept at the latest. The clock has
-            ``4 * horizon`` numbers for Adam in float32, and about 1,000 more.
+        inner: a complete optimizer, including its learning rate, unchanged or in
+            :func:`optzoo.slots_dtype`, which is fastest for tables with ``packed=True``. It may
+            also be in :func:`optzoo.moving_average`, whose averages are caught up, too.
+        mask: the parameters whose rows may be deferred (:func:`optzoo.param_groups`); None for
+            those of at least 4096 rows. All others are updated by ``inner``.
+        dense: whether the result equals ``inner`` with the dense gradient
+            (:func:`optzoo.rows.densify`) rather than with the row-sparse gradient. For adam both
+            are equal.
+        horizon: the largest number of steps for which a row is deferred. The clock has about
+            ``4 * horizon + 1000`` numbers for Adam in float32.
 
     Raises:
-        TypeError: if ``inner`` is no transformation, or has no decay rule for rows without a
-            gradient; by ``init`` if tables or slots are in a dtype in which rows cannot be
-            deferred.
-        ValueError: if the rows without gradient do not change anyway; if the decays allow no
-            deferral (Adam: unless :math:`\beta_1 < \sqrt{\beta_2}`); in ``update`` if no params are
-            given, if a table has no gradient, or if the decay rule of the state is not that of
-            ``inner``.
+        TypeError: if ``inner`` is not a transformation, or has no decay rule for rows without a
+            gradient; in ``init``, if the dtype of tables or slots does not support deferred rows.
+        ValueError: if ``inner`` does not change rows without a gradient; if its decays do not
+            support deferral (Adam: unless :math:`\beta_1 < \sqrt{\beta_2}`); in ``update`` if no
+            params are given, if a table has no gradient, or if the decay rule of the state is not
+            that of ``inner``.
 
     References:
         Kingma and Ba, `Adam: A Method for Stochastic Optimization
@@ -124,8 +122,8 @@ def caught_up(
 def take_over(tx: optax.GradientTransformation, params: Any, inner_state: Any) -> CaughtUpState:
     """The state of ``caught_up(inner)`` with which training resumes from a state of ``inner``.
 
-    The other direction: after :func:`optzoo.rows.catch_up`, ``state.inner`` is a state of
-    ``inner``. Both serve to change settings during training, too.
+    Conversely, after :func:`optzoo.rows.catch_up`, ``state.inner`` is a state of ``inner``. Use
+    both to change settings during training.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -136,13 +134,13 @@ def take_over(tx: optax.GradientTransformation, params: Any, inner_state: Any) -
         CaughtUpState
 
     Args:
-        tx: made by :func:`optzoo.caught_up`.
+        tx: an optimizer made by :func:`optzoo.caught_up`.
         params: the parameters.
         inner_state: the state of the optimizer in ``tx``, after any number of updates.
 
     Raises:
         TypeError: if ``tx`` is not made by :func:`optzoo.caught_up`.
-        StateError: if the state is not of the optimizer in ``tx``.
+        StateError: if the state does not match the optimizer in ``tx``.
     """
     deferred = about_of(tx).deferred
     if deferred is None:

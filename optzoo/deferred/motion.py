@@ -1,4 +1,4 @@
-"""Rows caught up in closed form, and the clock that knows how far past steps have moved them."""
+"""Rows caught up in closed form, and the clock that records the movements of past steps."""
 
 import functools
 import math
@@ -27,7 +27,7 @@ class Numbers(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """How far each step of the past has moved the deferred rows since then."""
+    """For each past step, the movement of the rows deferred since then."""
 
     count: Array  # updates so far
     young: Array  # (window, features): entry j is for the rows last updated j steps ago
@@ -39,30 +39,30 @@ class Clock(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """The greatest age of a row that can be caught up."""
+        """The largest age of a row that can be caught up."""
         return len(self.ring) + len(self.young) - 1
 
     def power(self, form: Form, name: str, age: Array) -> Array:
-        """A base of the form to the power of an age: the product of two that are rounded once."""
+        """A base of the form to the power of an age: the product of two rounded powers."""
         powers = self.numbers.powers[form.powers.index(name)]
         low, high = powers[: 1 << _BITS], powers[1 << _BITS :]
         return gather_rows(low, age & (1 << _BITS) - 1) * gather_rows(high, age >> _BITS)
 
 
 class Motion(NamedTuple):
-    """A decay rule with all that does not change from step to step."""
+    """A decay rule and everything that is constant over steps."""
 
     rule: DecayRule
     series: Series
     start: Clock  # before the first update, of NumPy arrays
 
     def has_numbers(self, clock: Clock) -> Array:
-        """Whether a clock with the shapes of this one has the numbers of the decay rule."""
+        """Whether a clock of this shape contains the numbers of the decay rule."""
         same = jax.tree.map(lambda a, b: jnp.all(a == b), self.start.numbers, clock.numbers)
         return functools.reduce(jnp.logical_and, same)
 
     def padded(self, entries: np.ndarray) -> np.ndarray:
-        """Entries of a clock of old versions, in which each block has its own number of terms."""
+        """The entries of a clock of an old version, whose blocks differ in the number of terms."""
         number = self.start.young.shape[1]
         if entries.shape[1] == number:
             return entries
@@ -79,7 +79,7 @@ def make_motion(rule: DecayRule, dtype: Any, horizon: int) -> Motion:
     """The motion of rows in a dtype.
 
     Raises:
-        ValueError: if the decay rule allows no deferral.
+        ValueError: if the decay rule does not support deferral.
     """
     dtype = np.dtype(dtype)
     rounded = lambda decay: float(dtype.type(decay))  # what a step really multiplies by
@@ -110,11 +110,11 @@ def make_motion(rule: DecayRule, dtype: Any, horizon: int) -> Motion:
 
 
 def restarted(clock: Clock, count: Any) -> Clock:
-    """The clock after ``count`` updates, of rows that are all current.
+    """The clock after ``count`` updates, for rows that are all current.
 
     Args:
-        clock: of any step; its youngest rows are those that are current.
-        count: of updates.
+        clock: the clock of any step; it restarts with current rows only.
+        count: the number of updates.
     """
     count, since = jnp.array(count, jnp.int32), jnp.array(count, jnp.int32)  # both are donated
     current = lambda a: jnp.tile(clock.young[:1], (len(a), 1))
@@ -124,7 +124,7 @@ def restarted(clock: Clock, count: Any) -> Clock:
 
 
 def tick(motion: Motion, clock: Clock, size: Any, decay: Any = None) -> Clock:
-    """The clock after an update of a size ``a_t``; with the decay of an average that varies."""
+    """The clock after an update of size ``a_t``, with the decay of a varying average."""
     rule, dtype, horizon = motion.rule, motion.start.ring.dtype, len(clock.ring)
     weights, number = motion.series.weights.astype(dtype), motion.series.weights.shape[1]
     # The oldest entry is final. It replaces that of horizon steps before, which no row needs.
@@ -158,18 +158,18 @@ def tick(motion: Motion, clock: Clock, size: Any, decay: Any = None) -> Clock:
 def caught_up_rows(
     form: Form, clock: Clock, x: Array, slots: dict[str, Array], last: Array
 ) -> tuple[Array, dict[str, Array]]:
-    """Rows and their slots as of step ``last`` as of now.
+    """Catches up rows and their slots from step ``last`` to the present step.
 
-    A row that cannot be caught up becomes NaN, and so does its average: it was deferred for longer
-    than the ring of the clock goes back, or when the numbers of the decay rule changed, or is of a
-    time to come.
+    A row that cannot be caught up becomes NaN, and so does its average. Such a row was deferred for
+    longer than the ring of the clock, or when the numbers of the decay rule changed, or ``last`` is
+    in the future.
 
     Args:
-        form: of the decay rule of the optimizer.
-        clock: of all tables.
-        x: rows.
-        slots: their slots by name, those of the decay rule at least.
-        last: for each row the step that it is as of.
+        form: the form of the decay rule.
+        clock: the clock of all tables.
+        x: the rows.
+        slots: their slots by name, including those of the decay rule.
+        last: for each row, the step to which it is current.
     """
     age = clock.count - last
     is_known = (age >= 0) & (age <= clock.longest) & (last >= clock.since)
@@ -203,12 +203,12 @@ def caught_up_rows(
 
 
 def _number(form: Form, clock: Clock) -> int:
-    """How many sums the series has."""
+    """The number of sums in the series."""
     return (clock.young.shape[1] - 2 * form.varies) // (2 if form.average else 1)
 
 
 def _features(form: Form, clock: Clock, last: Array, age: Array) -> list[Array]:
-    """The sums of the series for rows of an age; if a decay varies, its product comes last."""
+    """The sums of the series for rows of an age, followed by the product of a varying decay."""
     window, horizon, number = len(clock.young), len(clock.ring), _number(form, clock)
     final_for = jnp.maximum(age - window + 1, 0)
     old = gather_rows(clock.ring, lax.rem(last, np.int32(horizon)))
@@ -231,7 +231,7 @@ def _behind(number: int, factor: Array) -> Array:
 
 
 def _moved(form: Form, clock: Clock, features: list[Array], slots: dict[str, Array]) -> Array:
-    """How far rows have moved, in the unit of their numerator."""
+    """The distance by which rows have moved, in the unit of their numerator."""
     if form.over is None:
         return features[0]
     w = sqrt(slots[form.over]) if form.root else slots[form.over]

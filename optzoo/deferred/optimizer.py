@@ -58,13 +58,13 @@ class DeferredOptimizer(NamedTuple):
         return make_motion(self.deferral.rule, np.dtype(dtype).name, self.horizon)
 
     def init(self, params: Any) -> CaughtUpState:
-        """The state at the start."""
+        """The initial state."""
         for path, x in leaves_with_path(params, is_leaf=is_lines):
             if is_lines(x) and not is_masked(x.value):
                 raise ValueError(
-                    f"table '{path_name(path)}' is in lines, in which rows of optzoo.caught_up "
-                    "cannot be deferred: give it as an array (optzoo.rows.from_lines), or take an "
-                    "optimizer of touched rows for it by optzoo.param_groups"
+                    f"table '{path_name(path)}' is in lines, which optzoo.caught_up does not "
+                    "support: give it as an array (optzoo.rows.from_lines), or use another "
+                    "optimizer for it by optzoo.param_groups"
                 )
         state = self.inner.init(params)
         marks = _marks(self.mask, params)
@@ -78,8 +78,9 @@ class DeferredOptimizer(NamedTuple):
         """Raises ``StateError`` unless the rows of a state are deferred by this decay rule."""
         if not isinstance(state, CaughtUpState):
             raise StateError(
-                f"the state of optzoo.caught_up is a CaughtUpState, got {type(state).__name__}: "
-                "optzoo.rows.take_over makes it from a state of the optimizer inside"
+                "the state of optzoo.caught_up must be a CaughtUpState, got "
+                f"{type(state).__name__}: make it from a state of the inner optimizer by "
+                "optzoo.rows.take_over"
             )
         [(key, clock)], mine = state.clock.items(), self.deferral.rule.form.key
         fix = (
@@ -94,8 +95,8 @@ class DeferredOptimizer(NamedTuple):
         shapes = [jax.tree.map(jnp.shape, c) for c in (clock, motion.start)]
         if shapes[0] != shapes[1]:
             raise StateError(
-                "the clock of this state has another window and horizon than this transformation, "
-                f"{len(clock.young), len(clock.ring)} and not "
+                "the clock of this state has window and horizon "
+                f"{len(clock.young), len(clock.ring)}, but this transformation has "
                 f"{len(motion.start.young), len(motion.start.ring)}: {fix}"
             )
         if state.is_behind() and not motion.has_numbers(clock):
@@ -113,15 +114,16 @@ class DeferredOptimizer(NamedTuple):
         parts: Mapping[int, "CurrentRows"],
         extra_args: Mapping[str, Any],
     ) -> tuple[list[Any], CaughtUpState]:
-        """The updates, those of parts for their rows, and the state after a step.
+        """The updates (of the rows of tables given as parts) and the state after a step.
 
         Args:
-            state: before.
-            params: before.
-            gs: the gradients; those of parts are not read.
-            tables: by their positions, as they are before the step.
-            parts: by the positions of their tables, of which the others move as a whole.
-            extra_args: of ``update``.
+            state: the state before.
+            params: the parameters before.
+            gs: the gradients; those of ``parts`` are not read.
+            tables: the tables before the step, by their indices.
+            parts: the rows to update, by the indices of their tables; all rows of other tables
+                move.
+            extra_args: extra args of ``update``.
         """
         gs, (xs, treedef), boxes = list(gs), jax.tree.flatten(params), Boxes(params, none=False)
         slots = slots_by_leaf(state.inner, boxes)
@@ -164,15 +166,15 @@ class DeferredOptimizer(NamedTuple):
             decay = at_step("average_decay", step, self.deferral.average, decay)
         elif decay is not None:
             raise ValueError(
-                "update got average_decay=, but the rows of optzoo.caught_up are deferred by the "
-                "decay that moving_average was given: leave it out"
+                "update got average_decay=, but optzoo.caught_up defers rows by the decay given "
+                "to moving_average: omit it"
             )
         return tick(self.motion(dtype), clock, size, decay)
 
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, CaughtUpState]:
-        """The update of optax, of rows that were caught up before."""
+        """The update of optax, for rows that are caught up."""
         check_params(params)
         self.check(state)
         gs, xs, _ = check_gradients(updates, params)
@@ -244,7 +246,7 @@ class CurrentRows(NamedTuple):
 
     @classmethod
     def of(cls, table: Table, g: SparseRows, *, is_current: bool = False) -> "CurrentRows":
-        """The rows of a gradient, which may be repeated, brought up to now unless they are."""
+        """The rows of a gradient, which may be repeated, caught up if needed."""
         g = g.coalesce()
         table = table.divided(axes_of_rows(g))
         read = table.gather if is_current else table.read
@@ -263,14 +265,14 @@ def final_update(
     params: Any,
     extra_args: Mapping[str, Any],
 ) -> tuple[Any, Any]:
-    """An update of which nothing changes what :func:`optzoo.caught_up` has made.
+    """An update that checks that nothing changes the updates of :func:`optzoo.caught_up`.
 
-    Its update moves deferred rows too, to where the clock says that they are. The arrays of
-    a trace show what has changed it: what nothing has changed are the same objects.
+    These updates also move deferred rows, to the positions recorded by the clock. Unchanged arrays
+    are the same objects in a trace.
 
     Raises:
-        ValueError: if something changes rows that :func:`optzoo.caught_up` has made, or if this
-            cannot be known.
+        ValueError: if a transformation changes the updates of :func:`optzoo.caught_up`, or may do
+            so.
     """
     nodes = nodes_of(CaughtUpState, state)
     if not nodes:
@@ -279,9 +281,8 @@ def final_update(
     updates, state = tx.update(updates, state, params, **extra_args, **{_MADE: notes})
     if len(notes.of) < len(nodes):
         raise ValueError(
-            "a transformation around optzoo.caught_up does not pass the keywords of its update on, "
-            "so it is not known whether the update of a table is changed after it was made: "
-            f"{NOTHING_FOLLOWS}"
+            "a transformation around optzoo.caught_up does not pass on the keyword arguments of "
+            f"update, so changes to the update of a table cannot be detected: {NOTHING_FOLLOWS}"
         )
     final = _by_name(updates)
     for name in {name for made in notes.of for name in made}:
@@ -291,7 +292,7 @@ def final_update(
         others = [each for each in values if each is not u]
         if len(others) == len(values) or any(in_same_trace(each, u) for each in others):
             raise ValueError(
-                f"the update of table '{name}' of optzoo.caught_up is changed after it was made: "
+                f"a transformation changes the update of table '{name}' of optzoo.caught_up: "
                 f"{NOTHING_FOLLOWS}"
             )
     return updates, state
@@ -303,8 +304,8 @@ def _by_name(updates: Any) -> dict[str, Any]:
 
 
 NO_GRADIENT_MSG = (
-    "table '{}' has no gradient in this step. All tables of optzoo.caught_up share one clock: give "
-    "rows that are empty, optzoo.SparseRows(ids[:0], values[:0], num_rows)"
+    "table '{}' has no gradient in this step. All tables of optzoo.caught_up share one clock: "
+    "give an empty gradient, optzoo.SparseRows(ids[:0], values[:0], num_rows)"
 )
 
 
@@ -322,27 +323,24 @@ def deferral_of(inner: Any, dense: bool) -> Deferral:
     make = about_of(inner).deferral
     if make is None:
         raise TypeError(
-            f"inner has no decay rule for rows without a gradient, got {inner!r}. Those that have "
-            f"one: {WITH_DECAY_RULE}; around them optzoo.moving_average and slots_dtype, but for "
-            "int8. Gradients are transformed before optzoo.caught_up, in an optax.chain that ends "
-            "with it"
+            f"inner has no decay rule for rows without a gradient, got {inner!r}. Supported: "
+            f"{WITH_DECAY_RULE}; also in optzoo.moving_average and in slots_dtype except int8. "
+            "Transform gradients before optzoo.caught_up, in an optax.chain that ends with it"
         )
     try:
         deferral = make(dense)
     except jax.errors.ConcretizationTypeError as error:
         raise TypeError(
             "the decays, eps and weight decay of an optimizer with deferred rows must be Python "
-            "numbers, not traced ones as by optax.inject_hyperparams; learning_rate= may be traced"
+            "numbers, not traced as by optax.inject_hyperparams; learning_rate= may be traced"
         ) from error
     if deferral is not None:
         return deferral
     if dense:
-        raise ValueError(
-            "inner has no decay rule for dense gradients, with which all its rows decay"
-        )
+        raise ValueError("inner has no decay rule for dense=True, with which all its rows decay")
     raise ValueError(
-        "inner leaves rows without gradient as they are, so that there is nothing to catch up. "
-        "With dense=True all rows move, as if their gradient were zero"
+        "inner does not change rows without a gradient, so nothing can be caught up. With "
+        "dense=True all rows move, as with a zero gradient"
     )
 
 
@@ -362,7 +360,7 @@ def _marks(mask: Any, params: Any) -> Any:
 
 
 def _dtype(params: Any, marks: Any, state: Any, deferral: Deferral) -> Any:
-    """In which all tables are caught up; raises ``TypeError`` if rows cannot be deferred."""
+    """The dtype in which all tables are caught up; raises ``TypeError`` if it is unsupported."""
     if len(slots_nodes(state)) != (1 if deferral.rule.average is None else 2):
         raise TypeError("inner must be one optimizer of optzoo with slots")
     paths, slots = leaves_with_path(params), slots_by_leaf(state, Boxes(params, none=False))
@@ -372,13 +370,15 @@ def _dtype(params: Any, marks: Any, state: Any, deferral: Deferral) -> Any:
             continue
         name = path_name(path)
         if not np.shape(x) or not np.shape(x)[0]:
-            raise TypeError(f"tables: parameter '{name}' has no rows, its shape is {np.shape(x)}")
+            raise TypeError(
+                f"tables: parameter '{name}' has shape {np.shape(x)}, without an axis of rows"
+            )
         of_slots = {np.dtype(jnp.result_type(a)) for a in jax.tree.leaves([*map(unpack, row)])}
         wide = {np.dtype(wide_dtype(x)), *map(np.dtype, map(wide_dtype, of_slots))}
         if len(wide) > 1 or not wide <= {np.dtype(np.float32), np.dtype(np.float64)}:
             raise TypeError(
-                f"table '{name}' and its slots must all be in float32, or all in float64, or in 16 "
-                f"bits in the place of float32, got {jnp.result_type(x)} and slots in "
+                f"table '{name}' and its slots must all be float32 or all float64, or 16-bit in "
+                f"place of float32, got {jnp.result_type(x)} and slots in "
                 f"{sorted(map(str, of_slots))}"
             )
         if short := _SHORT & of_slots:
@@ -386,7 +386,7 @@ def _dtype(params: Any, marks: Any, state: Any, deferral: Deferral) -> Any:
         found |= wide
     if len(found) > 1:
         raise TypeError(
-            "the tables of optzoo.caught_up must all be in float64 or none: they share a clock"
+            "the tables of optzoo.caught_up must all be float64 or none, since they share a clock"
         )
     return found.pop() if found else np.dtype(np.float32)
 
@@ -399,14 +399,14 @@ def _check_short(name: str, dtype: Any, at_random: bool) -> None:
     if at_random and dtype == jnp.bfloat16:
         return
     fix = (
-        "Store them in float32 by optzoo.slots_dtype(inner, 'float32', packed=True), or round them "
-        "at random by optzoo.slots_dtype(inner, 'bfloat16', stochastic=True)"
+        "Store them in float32 by optzoo.slots_dtype(inner, 'float32', packed=True), or round "
+        "them stochastically by optzoo.slots_dtype(inner, 'bfloat16', stochastic=True)"
     )
     reason = (
-        "float16 has too few exponents for a mean square, and a row whose mean square is rounded "
-        "to zero moves far"
+        "the exponent range of float16 is too small for a mean square, and a row whose mean "
+        "square is rounded to zero makes a large step"
         if at_random
-        else "rounded to the nearest, a slot that decays slowly does not decay at all in the steps "
-        "of the optimizer, so its rows follow no decay rule by which they could be caught up"
+        else "with rounding to nearest, slowly decaying slots do not change in a step, so their "
+        "rows follow no decay rule"
     )
     raise TypeError(f"table '{name}' has slots in {dtype}: {reason}. {fix}")

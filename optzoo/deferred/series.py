@@ -13,9 +13,9 @@ separate. With :math:`y = q^k`, a center c and :math:`\rho = w c / (w c + \epsil
     \frac{1}{w y + \epsilon} = \frac{1}{w c + \epsilon} \cdot \frac{1}{1 - \rho (1 - y / c)}
 
 The last factor is smooth in :math:`\rho`, so it is a polynomial :math:`\sum_n C_n(y) \rho^n`,
-interpolated at Chebyshev nodes. The sum over k moves inside, where it depends on no element:
-the *features* :math:`\sum_k a_{l+k} p^k C_n(q^k)`. Where y / c becomes small, a new block starts
-with a center of its own. Since p < q, the terms vanish after a number of steps, the *window*.
+interpolated at Chebyshev nodes. Exchanging the sums, the sum over k does not depend on the element:
+the *features* :math:`\sum_k a_{l+k} p^k C_n(q^k)`. Before y / c becomes small, a new block starts,
+with its own center. Since p < q, the terms vanish after a number of steps, the *window*.
 """
 
 import math
@@ -31,7 +31,7 @@ _MOST_TERMS = 10  # of one polynomial: with more of them, rounding grows faster 
 class Series(NamedTuple):
     """The expansion of the movement of a deferred row.
 
-    Each block of steps has a polynomial of its own, all with as many terms.
+    Each block of steps has its own polynomial, all with the same number of terms.
     """
 
     centers: np.ndarray  # of each block
@@ -40,14 +40,16 @@ class Series(NamedTuple):
 
 
 def rest() -> Series:
-    """Of a row that does not move."""
+    """The series of a row that does not move."""
     return Series(np.ones(1), np.zeros((2, 1)), 0.0)
 
 
 def geometric(p: float, tolerance: float) -> Series:
-    """Of a row that moves by a slot alone: the denominator is one."""
+    """The series of a row that moves by a single slot: the denominator is one."""
     if not 0 <= p < 1:
-        raise ValueError(f"the decay of what moves a deferred row must be in [0, 1), got {p}")
+        raise ValueError(
+            f"the decay of the slot that moves a deferred row must be in [0, 1), got {p}"
+        )
     if p == 0:
         return rest()
     k = np.arange(_window(math.log(p), tolerance) + 1)
@@ -55,20 +57,20 @@ def geometric(p: float, tolerance: float) -> Series:
 
 
 def rational(p: float, q: float, tolerance: float) -> Series:
-    """Of a row that moves by a slot over another one.
+    """The series of a row that moves by the ratio of two slots.
 
     Args:
         p: the decay of the numerator.
         q: the decay of ``w`` in the denominator ``w + eps``.
-        tolerance: of the sum, relative, at a constant rate, for all w and eps.
+        tolerance: the relative tolerance of the sum, at a constant rate, for all w and eps.
 
     Raises:
-        ValueError: unless p is below q, and not too near to it.
+        ValueError: unless p is below q, and not too close to it.
     """
     if not p < q:
         raise ValueError(
-            "the mean must decay faster than the denominator (of Adam, b1 below the square root of "
-            f"b2), got {p} and {q}: else a row without gradient becomes faster with each step"
+            "the mean must decay faster than the denominator (of Adam, b1 below the square root "
+            f"of b2), got {p} and {q}: otherwise the steps of a row without a gradient grow"
         )
     if p == 0:
         return rest()
@@ -103,12 +105,12 @@ def rational(p: float, q: float, tolerance: float) -> Series:
 
 
 def _window(log_ratio: float, tolerance: float) -> int:
-    """After how many steps the rest of a geometric sum is below a tenth of the tolerance."""
+    """The number of steps after which the remaining geometric sum is below tolerance / 10."""
     window = math.ceil(math.log(tolerance / 10 * -math.expm1(log_ratio)) / log_ratio)
     if window > _LONGEST:
         raise ValueError(
-            f"rows without gradient move for {window} steps, which is too long to defer: the "
-            "decay of their movement is too near to one, or to that of their denominator"
+            f"rows without a gradient move for {window} steps, too long to defer: the decay of "
+            "their movement is too close to one, or to that of their denominator"
         )
     return window
 

@@ -14,7 +14,7 @@ from .motion import Clock, make_motion
 
 
 class CaughtUpState(NamedTuple):
-    """An optimizer that defers the updates of rows until they are read."""
+    """The state of an optimizer that defers the updates of rows until they are read."""
 
     inner: Any  # the state of the optimizer; each row of its slots is as of the step in ``last``
     clock: dict[str, Clock]  # one for all tables; its key is that of the form of their decay rule
@@ -22,9 +22,9 @@ class CaughtUpState(NamedTuple):
 
     @staticmethod
     def of_older(saved: dict[str, Any]) -> dict[str, Any]:
-        """What a checkpoint holds, if an old version wrote it: the key was the decay rule as text.
+        """The structure of a checkpoint of an old version, whose key was the decay rule as text.
 
-        Its numbers are taken from that text.
+        The numbers are parsed from that text.
         """
         [(text, clock)] = saved["clock"].items()
         if Form.of_key(text) is not None:
@@ -54,7 +54,7 @@ class CaughtUpState(NamedTuple):
 
 
 def deferred_leaves(params: Any, state: Any) -> set[int]:
-    """The positions of all parameters whose rows may be deferred."""
+    """The indices of all parameters whose rows may be deferred."""
     boxes = Boxes(params, none=False)
     lasts = [boxes.slots(node.last) for node in nodes_of(CaughtUpState, state)]
     return {i for last in lasts for i, a in enumerate(last) if not is_masked(a)}

@@ -27,7 +27,7 @@ _SEED = 0x51EE9  # keeps the bits that round deferred rows apart from those of t
 
 
 def all_current(state: CaughtUpState) -> CaughtUpState:
-    """The state with all rows as of the count of the inner state, as after ``catch_up``."""
+    """The state with all rows current at the count of the inner state, as after ``catch_up``."""
     (form, clock), count = form_of(state), count_of_updates(state.inner)
     last = jax.tree.map(lambda a: jnp.full_like(a, count), state.last)
     return CaughtUpState(state.inner, {form.key: restarted(clock, count)}, last)
@@ -47,7 +47,7 @@ def count_of_updates(inner: Any) -> Array:
 
 
 def slots_by_leaf(inner: Any, boxes: Boxes) -> list[Any]:
-    """For each parameter the named tuples of its slots, as they are stored: one of each part."""
+    """For each parameter, the named tuples of its stored slots: one per part of the state."""
 
     def of_each(slots):
         columns = map(boxes.slots, slots)
@@ -73,7 +73,7 @@ def with_slots_by_leaf(inner: Any, boxes: Boxes, rows: list[Any]) -> Any:
 
 
 class Table:
-    """A table, its slots as they are stored, and for each row the step that it is as of."""
+    """A table, its stored slots, and for each row the step to which it is current."""
 
     def __init__(
         self,
@@ -90,34 +90,34 @@ class Table:
 
     @property
     def num_rows(self) -> int:
-        """The rows of the arrays."""
+        """The number of rows of the arrays."""
         return len(self.arrays[2])
 
     def with_arrays(self, arrays: Any) -> "Table":
-        """The same table later."""
+        """The table with other arrays."""
         return Table(self.form, self.clock, self.name, arrays, self.axes)
 
     def divided(self, axes: tuple[str, ...]) -> "Table":
-        """The same table, of which each device along these mesh axes has another part."""
+        """The same table, marked as divided over these mesh axes."""
         return Table(self.form, self.clock, self.name, self.arrays, axes)
 
     def gather(self, ids: Array) -> Any:
-        """Rows of all arrays; of ids out of range, some rows."""
+        """Rows of all arrays; arbitrary rows for ids out of range."""
         return jax.tree.map(lambda a: gather_rows(a, ids), self.arrays)
 
     def scatter(self, ids: Array, rows: Any) -> "Table":
-        """The table with other rows, of ids that differ; those out of range are ignored."""
+        """The table with other rows at distinct ids; ids out of range are ignored."""
         return self.with_arrays(scattered(self.arrays, ids, rows))
 
     def read(self, ids: Array) -> Any:
-        """Rows of all arrays as of now; of ids out of range, some rows."""
+        """Current rows of all arrays; arbitrary rows for ids out of range."""
         return self.current(lambda a: gather_rows(a, ids))
 
     def current(self, take: Callable[[Array], Array]) -> Any:
-        """Rows of all arrays as of now; if the clock is stopped, rows of NaN.
+        """Current rows of all arrays; NaN if the clock is stopped.
 
         Args:
-            take: gives rows of an array.
+            take: a function that returns rows of an array.
         """
 
         def current():
@@ -161,25 +161,25 @@ class Table:
 
     @staticmethod
     def as_of(last: Array, count: Array) -> Array:
-        """The steps of some rows that are as of now."""
+        """The step counts of rows that are current."""
         # Not a constant: it depends on what was read, so that XLA reads before it writes in place.
         # Otherwise it copies the steps of all rows.
         return jnp.maximum(last, count)
 
 
 def _unknown(a: Array) -> Array:
-    """NaN; words of two slots as they are."""
+    """NaN; packed words of two slots are unchanged."""
     is_real = jnp.issubdtype(a.dtype, jnp.inexact)
     return a + jnp.asarray(jnp.nan, a.dtype) if is_real else a
 
 
 def scattered(arrays: Any, ids: Array, rows: Any) -> Any:
-    """Arrays with other rows, of ids that differ; those out of range are ignored."""
+    """Arrays with other rows at distinct ids; ids out of range are ignored."""
     return jax.tree.map(lambda a, r: scatter_rows(jnp.asarray(a), ids, r), arrays, rows)
 
 
 def by_ids(table: Table, ids: Array) -> Table:
-    """The table with the rows of these ids, which may repeat, current."""
+    """The table, with the rows of these ids current; ids may repeat."""
     put = lambda a, rows: scatter_equal_rows(a, ids, rows)  # a current row stays as it is
     return table.with_arrays(jax.tree.map(put, table.arrays, table.read(ids)))
 
@@ -202,13 +202,13 @@ def whole(table: Table) -> Table:
 
 
 def swept(table: Table) -> Table:
-    """The table with the rows whose turn it is current."""
+    """The table, with the rows to sweep in this step current."""
     places = turn(table.clock, table.num_rows)
     return table.scatter(places, table.read(places))
 
 
 def turn(clock: Clock, num_rows: int) -> Array:
-    """The rows to sweep in this step, so that none is deferred beyond the horizon; or padding."""
+    """The rows to sweep in this step, so that none exceeds the horizon; or padding."""
     steps = len(clock.ring) - 2
     number = -(-num_rows // steps)
     turns = -(-num_rows // number)
@@ -221,14 +221,13 @@ def turn(clock: Clock, num_rows: int) -> Array:
 def form_of(state: CaughtUpState) -> tuple[Form, Clock]:
     """The form of the decay rule of the rows of a state, and its clock.
 
-    The clock is stopped if the inner state is not of the same step: then all rows that are read
-    become NaN.
+    The clock is stopped if the inner state is of another step: all rows that are read become NaN.
     """
     [(key, clock)] = state.clock.items()
     form = Form.of_key(key)
     if form is None:
         raise ValueError(
-            f"the clock of this state has the key {key!r} of an older version: give the state as "
+            f"the clock of this state has the key {key!r} of an older version: convert it by "
             "optzoo.state.state_like(state, jax.eval_shape(tx.init, params))"
         )
     in_step = clock.count == count_of_updates(state.inner)
@@ -236,10 +235,10 @@ def form_of(state: CaughtUpState) -> tuple[Form, Clock]:
 
 
 def tables_of(state: CaughtUpState, params: Any) -> tuple[dict[int, Table], Any]:
-    """By the position of their parameters the tables; and the structure of the parameters.
+    """The tables, by the indices of their parameters, and the structure of the parameters.
 
     Raises:
-        StateError: if the state is of other parameters.
+        StateError: if the state does not match the parameters.
     """
     leaves, treedef = flatten_with_path(params)
     (form, clock), boxes = form_of(state), Boxes(params, none=False)
@@ -259,7 +258,7 @@ def tables_of(state: CaughtUpState, params: Any) -> tuple[dict[int, Table], Any]
 
 
 def _check_rows(name: str, shape: tuple[int, ...], last: Any, parts: Iterable[Any]) -> None:
-    """Raises ``StateError`` unless the arrays of a table have a number or a row for each row."""
+    """Raises ``StateError`` unless the arrays of a table have an entry for each row."""
     of, is_array = f"rows of parameter '{name}', which has shape {shape}", hasattr(last, "shape")
     if not is_array or last.shape != shape[:1]:
         raise misfit(of, f"{last.shape[0]} rows" if is_array else f"a {type(last).__name__}")
@@ -288,8 +287,8 @@ def map_tables(params: Any, state: Any, change: Callable[[int, Table], Table]) -
 
     Args:
         params: the parameters.
-        state: any that has parts of :func:`optzoo.caught_up`.
-        change: of the position of a parameter and its table the new table.
+        state: a state with parts made by :func:`optzoo.caught_up`.
+        change: a function of the index of a parameter and its table that returns the new table.
     """
 
     def of_node(node):

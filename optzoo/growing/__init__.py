@@ -1,4 +1,4 @@
-"""Tables that grow: more rows, rows for other ids, and which id has which row."""
+"""Tables that grow: more rows, rows for other ids, and the assignment of ids to rows."""
 
 from .reset_rows import reset_rows as reset_rows
 from .resize_table import resize_table as resize_table

@@ -1,4 +1,4 @@
-"""What the functions of this folder take: patterns, functions of ids, shardings."""
+"""Arguments of the functions of this folder: patterns, functions of ids, shardings."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -30,7 +30,7 @@ def names_of(params: Any) -> list[str]:
 
 
 def placed(x: Any) -> Sharding | None:
-    """Where an array is, if that is known and on several devices."""
+    """The sharding of an array, if it is known and over several devices."""
     x = x.value if is_lines(x) else x
     sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     return sharding if isinstance(sharding, Sharding) and sharding.num_devices > 1 else None
@@ -45,7 +45,7 @@ def check_tables(argument: str, params: Any, tables: Mapping[str, Any]) -> None:
             kind = "a number" if is_array(x) else "None" if x is None else f"a {type(x).__name__}"
             raise ValueError(
                 f"{argument}: parameter '{name}' is {kind} and has no rows: give patterns that "
-                "match tables alone"
+                "match tables only"
             )
 
 
@@ -64,18 +64,20 @@ def check_stored(name: str, x: Any, sharding: RowSharding) -> None:
     if x.shape[0] != sharding.stored_rows:
         raise ValueError(
             f"shardings: parameter '{name}' has {x.shape[0]} rows, but its sharding stores "
-            f"{sharding.stored_rows}: give the sharding that it was made with"
+            f"{sharding.stored_rows}: give the sharding with which it was created"
         )
 
 
 def check_by_pattern(argument: str, values: Any, example: str) -> None:
-    """Raises ``TypeError`` unless an argument is a dict by patterns."""
+    """Raises ``TypeError`` unless an argument is a dict from patterns."""
     if not isinstance(values, Mapping):
-        raise TypeError(f"{argument} must be a dict by patterns, such as {example}, got {values!r}")
+        raise TypeError(
+            f"{argument} must be a dict from patterns, such as {example}, got {values!r}"
+        )
 
 
 def init_by_name(init: Any, params: Any) -> dict[str, RowsOf]:
-    """For the name of each parameter its function of ids, if it has one."""
+    """For each parameter with a function of ids, its name and the function."""
     if init is None:
         return {}
     functions = init if isinstance(init, Mapping) else {".*": init}
@@ -85,7 +87,7 @@ def init_by_name(init: Any, params: Any) -> dict[str, RowsOf]:
 
 
 def warn_of_zeros(state: Any, names: Iterable[str], rows_of: Mapping[str, RowsOf]) -> None:
-    """Warns if some tables get rows of zeros that their optimizer never moves.
+    """Warns if tables get rows of zeros that their optimizer never updates.
 
     The slots of such an optimizer have the mark ``zero_rows_stay``.
     """
@@ -98,8 +100,8 @@ def warn_of_zeros(state: Any, names: Iterable[str], rows_of: Mapping[str, RowsOf
         if name in stay and name not in rows_of:
             warn(
                 f"new rows of parameter '{name}' are zero without init, and its optimizer never "
-                "moves a row of zeros: a step is proportional to the norm of the row. Give "
-                f"init={{{name!r}: optzoo.sharded.uniform_rows(key, width)}}",
+                "updates a row of zeros, since a step is proportional to the norm of the row. "
+                f"Give init={{{name!r}: optzoo.sharded.uniform_rows(key, width)}}",
                 InitialValueWarning,
             )
 
@@ -108,21 +110,21 @@ def rows_for(name: str, x: Any, ids: Array, rows_of: Mapping[str, RowsOf]) -> Ar
     """The new rows of some ids of a table.
 
     Raises:
-        TypeError: if the function gives no real numbers.
-        ValueError: if it gives rows of another shape.
+        TypeError: if the function does not return real numbers.
+        ValueError: if it returns rows of another shape.
     """
     shape = *jnp.shape(ids), *x.shape[1:]
     rows = rows_of[name](ids) if name in rows_of else jnp.zeros(shape, x.dtype)
     if jnp.shape(rows) != shape:
         raise ValueError(
-            f"init must give rows of shape {shape} for {shape[0]} ids of parameter '{name}', got "
-            f"{jnp.shape(rows)}: give a dict of functions by pattern if tables differ"
+            f"init must return rows of shape {shape} for {shape[0]} ids of parameter '{name}', "
+            f"got {jnp.shape(rows)}: give a dict of functions by pattern if tables differ"
         )
     rows = jnp.asarray(rows)
     if not is_real(rows) and rows.dtype not in (jnp.bool_, x.dtype):
         raise TypeError(
-            f"init must give rows of real numbers for parameter '{name}' of dtype {x.dtype}, got "
-            f"{rows.dtype}"
+            f"init must return rows of real numbers for parameter '{name}' of dtype {x.dtype}, "
+            f"got {rows.dtype}"
         )
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return rows.astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Rows of tables that start anew, with their slots."""
+"""Resets rows of tables, together with their slots."""
 
 from __future__ import annotations
 
@@ -44,15 +44,17 @@ def reset_rows(
     init: RowsOf | Mapping[str, RowsOf] | None = None,
     shardings: Mapping[str, RowSharding] | None = None,
 ) -> tuple[Any, Any]:
-    """Parameters and state in which some rows of tables, and their slots, start anew.
+    """Resets some rows of tables, and their slots.
 
-    It is for a row that another id gets (:class:`optzoo.growing.Vocabulary`): nothing that was
-    learned for the id before is left. The row is as :func:`optzoo.growing.resize_table` makes a new
-    one; all other rows keep their values. A row that rested (:func:`optzoo.caught_up`) is as of
-    now. What :func:`optzoo.accumulate` has collected for it is forgotten.
+    Use it for a row that is assigned to another id (:class:`optzoo.growing.Vocabulary`): nothing
+    learned for the previous id remains. The row is initialized like a new one of
+    :func:`optzoo.growing.resize_table`; all other rows keep their values. With
+    :func:`optzoo.caught_up` the row is current. Gradients that :func:`optzoo.accumulate` has
+    collected for it are dropped.
 
-    In a compiled function whose parameters and state are donated, it costs what the rows cost. One
-    number of ids is one program: fill up with the number of rows, which is no row.
+    In a compiled function whose parameters and state are donated, the cost scales with the number
+    of ids. Each number of ids compiles another program: pad ids with the number of rows, which is
+    ignored.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -66,28 +68,27 @@ def reset_rows(
 
     Args:
         params: the parameters.
-        state: that of ``tx`` for them, without an axis of replicas.
-        tables: by a pattern of names (:func:`optzoo.param_groups`) the ids of its
-            rows, integers of shape ``(n,)``. They may repeat. Those out of range are ignored.
-        tx: the transformation, which gives the slots of new rows.
-        init: as for :func:`optzoo.growing.resize_table`. It gets the number of rows, or more, for
-            ids that are ignored.
-        shardings: for each table that is sharded by rows, by pattern, its sharding. In a compiled
-            function it cannot be checked that none is missing.
+        state: the state of ``tx`` for them, without a replica axis.
+        tables: a dict from patterns of names (:func:`optzoo.param_groups`) to ids of rows, integers
+            of shape ``(n,)``. Ids may repeat; those out of range are ignored.
+        tx: the transformation, which initializes the slots of new rows.
+        init: as in :func:`optzoo.growing.resize_table`. For ids that are ignored, it gets the
+            number of rows, or more.
+        shardings: a dict from patterns to the shardings of tables that are sharded by rows. In a
+            compiled function missing shardings are not detected.
 
     Warns:
-        InitialValueWarning: as :func:`optzoo.growing.resize_table`.
+        InitialValueWarning: as in :func:`optzoo.growing.resize_table`.
 
     Raises:
-        TypeError: if ``tables`` or ``shardings`` is no dict, if ids are not integers, or if ``tx``
-            is no transformation; if the state is an ``nnx.State`` or ``nnx.Optimizer``.
-        StateError: if the state is not that of ``tx`` and of these parameters.
-        ValueError: if ids are not of shape ``(n,)``; otherwise as
-            :func:`optzoo.growing.resize_table`.
+        TypeError: if ``tables`` or ``shardings`` is not a dict, if ids are not integers, or if
+            ``tx`` is not a transformation; if the state is an ``nnx.State`` or ``nnx.Optimizer``.
+        StateError: if the state is not a state of ``tx`` for these parameters.
+        ValueError: if ids are not of shape ``(n,)``; and as in :func:`optzoo.growing.resize_table`.
 
     Returns:
-        The new parameters and the new state. They take the place of those given, whose other arrays
-        they have: a step that donates one deletes them in the other, too.
+        The new parameters and the new state. They share unchanged arrays with the arguments: a step
+        that donates the new ones deletes these arrays of the old ones, too.
     """
     check_transformation(tx=tx)
     refuse_nnx(state)
@@ -125,7 +126,7 @@ def _reset(
     rows_of: Mapping[str, RowsOf],
     sharding_of: Mapping[str, RowSharding],
 ) -> tuple[Any, Any]:
-    """Parameters and state with some rows of one table anew."""
+    """The parameters and the state with some rows of one table reset."""
     xs, treedef = jax.tree.flatten(params, is_leaf=is_lines)
     number = names_of(params).index(name)
     x, sharding = xs[number], sharding_of.get(name)

@@ -1,4 +1,4 @@
-"""Tables with more or fewer rows, together with the state of their optimizer."""
+"""Resizes tables, together with the state of their optimizer."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def resize_table(
     init: RowsOf | Mapping[str, RowsOf] | None = None,
     shardings: Mapping[str, tuple[RowSharding, RowSharding]] | None = None,
 ) -> tuple[Any, Any]:
-    """Parameters and state with another number of rows in some tables.
+    """Changes the number of rows of some tables, in parameters and state.
 
-    The rows that stay keep their values, and so do their slots, bit by bit, in any storage:
-    16-bit and packed slots, averages, one number for each row, tables in lines. New rows and their
-    slots are as in a new table: rows by ``init``, slots by ``tx.init``. A smaller number drops the
-    rows of the greatest ids. All other arrays, such as counts, stay as they are.
+    Remaining rows and their slots keep their values, bit by bit, in any storage: 16-bit and packed
+    slots, averages, one number for each row, tables in lines. New rows are initialized by ``init``,
+    their slots by ``tx.init``. A smaller number drops the rows of the largest ids. All other
+    arrays, such as counts, are unchanged.
 
-    Deferred rows (:func:`optzoo.caught_up`) are caught up before, as by
-    :func:`optzoo.rows.catch_up`; new rows are as of now. Of the rows that :func:`optzoo.accumulate`
-    has collected, those of dropped rows are forgotten.
+    Deferred rows (:func:`optzoo.caught_up`) are caught up first, as by
+    :func:`optzoo.rows.catch_up`; new rows are current. Gradients that :func:`optzoo.accumulate` has
+    collected for dropped rows are dropped.
 
-    Programs that were compiled for the old shapes are compiled again for the new ones, so let
-    tables grow in large steps. Old and new arrays need memory at the same time.
+    Programs are compiled again for the new shapes, so resize rarely and in large steps. Old and new
+    arrays are in memory at the same time.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -71,36 +71,37 @@ def resize_table(
 
     Args:
         params: the parameters.
-        state: that of ``tx`` for them, without an axis of replicas.
-        tables: by a pattern of names (:func:`optzoo.param_groups`) its new number of
-            rows, the length of its first axis.
-        tx: the transformation, which gives the slots of new rows.
-        init: gives the rows of an array of ids, of shape ``(n, *row_shape)``, as for
-            :func:`optzoo.sharded.create_table`; they are stored in the dtype of the table, where
-            finite numbers stay finite. Or a dict of such functions by pattern. None, or a table
-            that no pattern matches: zeros.
-        shardings: for each table that is sharded by rows, by pattern, its shardings before and
-            after, with the same number of shards. ``tables`` has the new number of ids,
-            ``num_rows``. Rows move to the devices that own them now.
+        state: the state of ``tx`` for them, without a replica axis.
+        tables: a dict from patterns of names (:func:`optzoo.param_groups`) to new numbers of rows,
+            the lengths of the first axis.
+        tx: the transformation, which initializes the slots of new rows.
+        init: a function of an array of ids that returns their rows, of shape ``(n, *row_shape)``,
+            as in :func:`optzoo.sharded.create_table`; or a dict from patterns to such functions.
+            Rows are stored in the dtype of the table, in which finite numbers remain finite. New
+            rows are zero if ``init`` is None or no pattern matches.
+        shardings: a dict from patterns to pairs of the old and the new sharding, with equal numbers
+            of shards, for tables that are sharded by rows. ``tables`` has the new number of ids,
+            ``num_rows``. Rows move to their new owners.
 
     Warns:
-        InitialValueWarning: if a table gets rows without ``init``, which are zero, and its
-            optimizer is LAMB or LARS by rows (:func:`optzoo.row_wise_lamb`), which never moves
-            rows of zeros.
+        InitialValueWarning: if new rows of a table are zero because ``init`` is missing, and its
+        optimizer is row-wise LAMB or LARS (:func:`optzoo.row_wise_lamb`), which never updates rows
+        of zeros.
 
     Raises:
-        TypeError: if ``tables`` or ``shardings`` is no dict, or a value in them of another type; if
-            ``tx`` is no transformation; if ``init`` gives no real numbers; if the state is an
-            ``nnx.State`` or ``nnx.Optimizer`` (:func:`optzoo.nnx_split`).
-        StateError: if the state is not that of ``tx`` and of these parameters.
-        ValueError: if a pattern matches no parameter or two match one; if a parameter has no rows;
-            if ``init`` gives rows of another shape; if the state has arrays that depend on all
-            rows of a table (GGT; Shampoo and SOAP up to the size of their largest matrix); if
-            a table is sharded by rows and has no shardings, or if they do not fit.
+        TypeError: if ``tables`` or ``shardings`` is not a dict, or has values of another type; if
+            ``tx`` is not a transformation; if ``init`` does not return real numbers; if the state
+            is an ``nnx.State`` or ``nnx.Optimizer`` (:func:`optzoo.nnx_split`).
+        StateError: if the state is not a state of ``tx`` for these parameters.
+        ValueError: if a pattern matches no parameter, or two patterns match the same one; if a
+            parameter has no rows; if ``init`` returns rows of another shape; if the state has
+            arrays that depend on all rows of a table (GGT; Shampoo and SOAP up to the size of their
+            largest matrix); if the shardings of a table that is sharded by rows are missing or do
+            not match.
 
     Returns:
-        The new parameters and the new state. They take the place of those given, whose other arrays
-        they have: a step that donates one deletes them in the other, too.
+        The new parameters and the new state. They share unchanged arrays with the arguments: a step
+        that donates the new ones deletes these arrays of the old ones, too.
     """
     check_transformation(tx=tx)
     refuse_nnx(state)
@@ -135,14 +136,14 @@ def resize_table(
 def _pairs_by_name(
     shardings: Any, params: Any, size_of: Mapping[str, int]
 ) -> dict[str, tuple[RowSharding, RowSharding]]:
-    """For the name of each sharded table its shardings before and after."""
+    """For the name of each sharded table, its old and new sharding."""
     shardings = {} if shardings is None else shardings
     check_by_pattern("shardings", shardings, "{'emb': (old, new)}")
     for pair in shardings.values():
         if not isinstance(pair, tuple) or [type(s) for s in pair] != [RowSharding] * 2:
             raise TypeError(
-                "shardings must have a pair of optzoo.sharded.RowSharding for each table, the "
-                f"old and the new one, got {pair!r}"
+                "shardings must have a pair of the old and the new optzoo.sharded.RowSharding for "
+                f"each table, got {pair!r}"
             )
     pairs = value_by_name("shardings", shardings, params)
     leaves = jax.tree.leaves(params, is_leaf=is_lines)
@@ -165,9 +166,9 @@ def _check_pair(name: str, x: Any, pair: tuple[RowSharding, RowSharding], size: 
     per_line = rows_per_line(x.shape[1:]) if is_lines(x) else 1
     if new.rows_per_shard % per_line:
         raise ValueError(
-            f"shardings: the {new.rows_per_shard} rows of a shard of parameter '{name}' do not "
-            f"fill lines of {per_line} rows: give multiple={per_line * new.num_shards}, or a "
-            "multiple of it, to the new RowSharding"
+            f"shardings: the {new.rows_per_shard} rows of a shard of parameter '{name}' are not a "
+            f"multiple of the {per_line} rows of a line: give "
+            f"multiple={per_line * new.num_shards}, or a multiple of it, to the new RowSharding"
         )
     if old.num_shards != new.num_shards:
         raise ValueError(
@@ -178,7 +179,7 @@ def _check_pair(name: str, x: Any, pair: tuple[RowSharding, RowSharding], size: 
 
 
 def _with_lines(params: Any, stored: Mapping[str, int]) -> Any:
-    """The shapes of the new parameters, with tables in lines where the old ones are."""
+    """The shapes of the new parameters; tables in lines remain in lines."""
 
     def new(name, x):
         if not is_lines(x):
@@ -213,11 +214,12 @@ def _resized(
 
     Args:
         params: the parameters, none in lines.
-        state: that of ``tx``, with all rows as of now.
+        state: the state of ``tx``, with all rows current.
         tx: the transformation.
-        sizes: by the names of the tables their new numbers of rows.
-        rows_of: by the names of tables the function of ids for new rows.
-        kept: how many rows keep their values; None for as many as there are before and after.
+        sizes: the new numbers of rows, by the names of the tables.
+        rows_of: functions of ids for new rows, by the names of the tables.
+        kept: the number of rows that keep their values; None for the smaller of the old and the new
+            number.
     """
     if not sizes:
         return params, state

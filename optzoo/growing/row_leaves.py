@@ -1,4 +1,4 @@
-"""Which arrays of a state have the rows of a table."""
+"""The arrays of a state that have the rows of a table."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,17 +21,17 @@ from .arguments import names_of, placed
 
 
 def without_ages(state: Any) -> Any:
-    """The state without the steps that the rows of :func:`optzoo.caught_up` are as of."""
+    """The state without the step counts of the rows of :func:`optzoo.caught_up`."""
     return map_nodes(CaughtUpState, lambda node: node._replace(last=()), state)
 
 
 def with_ages(state: Any, params: Any, like: Any) -> Any:
-    """The state with all rows as of now.
+    """The state with all rows current.
 
     Args:
-        state: from :func:`without_ages`.
-        params: the parameters, as whose rows the steps are sharded.
-        like: a state, perhaps abstract, that has such steps for these parameters.
+        state: a result of :func:`without_ages`.
+        params: the parameters; step counts are sharded like their rows.
+        like: a state, possibly abstract, with step counts for these parameters.
     """
     boxes, others = Boxes(params, none=False), iter(nodes_of(CaughtUpState, like))
 
@@ -47,7 +47,7 @@ def with_ages(state: Any, params: Any, like: Any) -> Any:
 
 
 def _place_of_rows(x: Any) -> Sharding | None:
-    """Where an array with a number for each row of a table belongs."""
+    """The sharding of an array with a number for each row of a table."""
     sharding = placed(x)
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -57,24 +57,24 @@ def _place_of_rows(x: Any) -> Sharding | None:
 def row_axes(
     tx: optax.GradientTransformation, params: Any, state: Any, sizes: Mapping[str, int]
 ) -> list[int | None]:
-    """For each array of a state, the axis of the rows of some tables; None if it has none.
+    """For each array of a state, the axis of the rows of some tables; None without such an axis.
 
-    It compares the shapes that ``tx.init`` gives for several numbers of rows: the present ones,
-    more than twice as many, and the new ones.
+    Compares the shapes of ``tx.init`` for several numbers of rows: the present ones, more than
+    twice as many, and the new ones.
 
     Args:
         tx: the transformation.
         params: the parameters.
-        state: that of ``tx`` for them.
-        sizes: by the names of the tables their new numbers of rows.
+        state: the state of ``tx`` for them.
+        sizes: the new numbers of rows, by the names of the tables.
 
     Returns:
         One entry for each array of ``without_ages(state)``.
 
     Raises:
-        TypeError: if something in them is no array.
-        StateError: if the state is not that of ``tx`` and of these parameters.
-        ValueError: if an array depends on the number of rows, but not by its first axis alone.
+        TypeError: if a leaf of them is not an array.
+        StateError: if the state is not a state of ``tx`` for these parameters.
+        ValueError: if an array depends on the number of rows other than by its first axis.
     """
     check_leaves(params=params, state=state)
     params, state = jax.eval_shape(lambda pair: from_lines(pair), (params, without_ages(state)))
@@ -93,8 +93,8 @@ def row_axes(
 
 
 _ARRANGED = (
-    "tx arranges its state by the number of rows (such as in blocks, or in stacks of parameters of "
-    "one shape), so these tables cannot be resized: take another optimizer for them by "
+    "tx arranges its state by the number of rows (such as in blocks, or in stacks of parameters "
+    "of one shape), so these tables cannot be resized: use another optimizer for them by "
     "optzoo.param_groups, or keep them out of stacks"
 )
 
@@ -110,14 +110,14 @@ def _axes(now: Any, then: Any, rows: set[tuple[int, int]]) -> list[int | None]:
         if a.shape != b.shape and not _grows(a.shape, b.shape, axis, rows):
             raise ValueError(
                 f"the state of tx has an array of shape {a.shape} at '{path_name(path)}', which "
-                "depends on all rows of a table, so the table cannot be resized: take an optimizer "
-                "whose slots have the rows of the table, by optzoo.param_groups"
+                "depends on all rows of a table, so the table cannot be resized: use an "
+                "optimizer whose slots have the rows of the table, by optzoo.param_groups"
             )
     return found
 
 
 def _grows(a: tuple[int, ...], b: tuple[int, ...], axis: int, rows: set[tuple[int, int]]) -> bool:
-    """Whether two shapes differ by the number of rows of a table alone."""
+    """Whether two shapes differ by the number of rows of a table only."""
     without = lambda shape: (*shape[:axis], *shape[axis + 1 :])
     return len(a) == len(b) > axis and (a[axis], b[axis]) in rows and without(a) == without(b)
 
@@ -127,12 +127,12 @@ def _like(x: Any, rows: int) -> Any:
 
 
 def _first_axis(node: Any) -> Any:
-    """For each array of a node the axis that is the first one of its parameter."""
+    """For each array of a node, the axis that is the first axis of its parameter."""
     return jax.tree.map(lambda _: int(is_stack(node)), node)
 
 
 def _check(expected: Any, state: Any) -> None:
-    """Raises ``StateError`` unless a state has the arrays that are expected."""
+    """Raises ``StateError`` unless a state has the expected arrays."""
     if found := difference(expected, state):
         raise misfit(*found)
     wanted, got = (
@@ -148,11 +148,11 @@ def _check(expected: Any, state: Any) -> None:
 
 
 def forget_rows(state: Any, is_gone: Mapping[str, Any]) -> Any:
-    """The state without some rows that :func:`optzoo.accumulate` has collected.
+    """Drops the gradients of some rows that :func:`optzoo.accumulate` has collected.
 
     Args:
-        state: any.
-        is_gone: by the name of a table a function of ids, which is true of those to forget.
+        state: any state.
+        is_gone: by the name of a table, a function of ids that is true for the rows to drop.
     """
 
     def of_table(path, rows):

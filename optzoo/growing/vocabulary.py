@@ -1,4 +1,4 @@
-"""Which raw id has which row of a table."""
+"""The assignment of raw ids to the rows of a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..core.checks import check_size
 
 
 class Observed(NamedTuple):
-    """What :meth:`optzoo.growing.Vocabulary.observe` returns."""
+    """The result of :meth:`optzoo.growing.Vocabulary.observe`."""
 
     rows: np.ndarray  # integers in the shape of the ids
     reset: np.ndarray  # rows that have another id now: reset them before they are read
@@ -25,19 +25,19 @@ class Observed(NamedTuple):
 class Vocabulary:
     """A dictionary, on the host, from raw ids to the rows of a table.
 
-    It tells apart ids that are seen often enough to have a row of their own, and gives rows that
-    are not used any more to new ids. It holds no parameters: :func:`optzoo.growing.reset_rows`
-    makes rows new, and :func:`optzoo.growing.resize_table` the table larger.
+    Assigns rows to ids that occur often enough, and reassigns unused rows to new ids. It holds no
+    parameters: use :func:`optzoo.growing.reset_rows` to reset rows, and
+    :func:`optzoo.growing.resize_table` to enlarge the table.
 
-    Row 0 is that of all ids without a row. It is trained as any other row.
+    All ids without a row of their own share row 0, which is trained like other rows.
 
-    - **Admission.** An id gets a row when it is seen for the ``admit_after``-th time, from that
-      step on. Each occurrence counts.
-    - **Eviction.** If no row is free, ids that were not seen for ``evict_after`` steps lose theirs,
-      those first that were not seen for longest, and no more of them than rows are needed. Until
-      then they keep them. An id without a row that was not seen for so long is counted anew.
-    - **No free row.** The id has row 0 and is counted in ``waiting``. It gets a row when it is seen
-      again and a row is free: call :meth:`grow`.
+    - **Admission.** An id gets a row in the step of its ``admit_after``-th occurrence. Repeated
+      occurrences in a step are counted.
+    - **Eviction.** If no row is free, ids that did not occur for ``evict_after`` steps lose their
+      rows, least recent first, and only as many as rows are needed. The count of an id without a
+      row restarts after as many steps without it.
+    - **No free row.** The id has row 0 and is included in ``waiting``. It gets a row at an
+      occurrence when a row is free: call :meth:`grow`.
 
     Example:
         >>> import optzoo
@@ -52,12 +52,13 @@ class Vocabulary:
 
     Args:
         capacity: the number of rows of the table, at least 2.
-        admit_after: how often an id must be seen to get a row, at least 1.
-        evict_after: the number of steps, at least 1; None to evict no id.
+        admit_after: the number of occurrences after which an id gets a row, at least 1.
+        evict_after: the number of steps without an occurrence after which an id may lose its row,
+            at least 1; None to evict no id.
 
     Raises:
         TypeError: if an argument is not an int.
-        ValueError: if it is too small.
+        ValueError: if an argument is too small.
     """
 
     def __init__(self, capacity: int, *, admit_after: int = 1, evict_after: int | None = None):
@@ -93,14 +94,14 @@ class Vocabulary:
         return self._step
 
     def look_up(self, ids: Any) -> np.ndarray:
-        """The rows of ids, which changes nothing: for evaluation.
+        """The rows of ids, without counting them; for evaluation.
 
         Args:
-            ids: integers or strings in a NumPy array of any shape, or a list of any hashable
-                objects but numbers that are no integers.
+            ids: a NumPy array of any shape of integers or strings, or a list of hashable objects
+                except non-integer numbers.
 
         Raises:
-            TypeError: if an id is of another kind.
+            TypeError: if an id has another type.
 
         Returns:
             The rows, in the shape of the ids; 0 for ids without a row.
@@ -109,24 +110,25 @@ class Vocabulary:
         return self._rows(flat, shape)
 
     def observe(self, ids: Any) -> Observed:
-        """The rows of the ids of one step of training, after it has counted them.
+        """Counts the ids of one training step and returns their rows.
 
         Args:
-            ids: as for :meth:`look_up`.
+            ids: as in :meth:`look_up`.
 
         Raises:
-            TypeError: as :meth:`look_up`; nothing is counted then.
+            TypeError: as in :meth:`look_up`; nothing is counted in this case.
 
         Returns:
-            The rows; those to reset before the step; the ids that were evicted; and how many wait.
+            The rows, the rows to reset before the step, the evicted ids, and the number of waiting
+            ids.
         """
         return self.observe_with_undo(ids)[0]
 
     def observe_with_undo(self, ids: Any) -> tuple[Observed, Callable[[], None]]:
-        """As :meth:`observe`; and a function that takes it back, before anything else changes.
+        """Like :meth:`observe`, with a function that reverts it, to call before any other change.
 
         Args:
-            ids: as for :meth:`look_up`.
+            ids: as in :meth:`look_up`.
         """
         flat, shape = _flat(ids)
         counts = Counter(flat)  # before anything changes: an id may turn out not to be hashable
@@ -172,7 +174,7 @@ class Vocabulary:
         return found, undo
 
     def grow(self, capacity: int) -> None:
-        """Makes room for more ids; :func:`optzoo.growing.resize_table` does this to the table.
+        """Increases the capacity; resize the table by :func:`optzoo.growing.resize_table`.
 
         Args:
             capacity: the new number of rows.
@@ -184,16 +186,16 @@ class Vocabulary:
         more = check_size(capacity=capacity) - self._capacity
         if more < 0:
             raise ValueError(
-                f"capacity must be at least the present one, {self._capacity}, got {capacity}: "
-                "rows that have ids cannot be dropped"
+                f"capacity must be at least {self._capacity}, the present capacity, got "
+                f"{capacity}: rows that have ids cannot be dropped"
             )
         self._seen = np.pad(self._seen, (0, more))
         self._capacity += more
 
     def state_dict(self) -> dict[str, Any]:
-        """All that it holds, as numbers and lists: for checkpoints, beside the parameters.
+        """The state of the vocabulary as numbers and lists, for checkpoints.
 
-        If all ids are integers or strings, ``json.dumps`` writes it.
+        If all ids are integers or strings, it can be written by ``json.dumps``.
 
         Returns:
             A dict for :meth:`from_state_dict`.
@@ -213,20 +215,20 @@ class Vocabulary:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Vocabulary:
-        """The vocabulary that was saved.
+        """Restores a saved vocabulary.
 
         Args:
-            state: from :meth:`state_dict`.
+            state: a result of :meth:`state_dict`.
 
         Raises:
-            TypeError: if it is no dict, or has something else where integers are.
-            ValueError: if the dict lacks something, or is not consistent: an id with two rows, more
-                ids than rows, or lists of other lengths.
+            TypeError: if it is not a dict, or has other types in place of integers.
+            ValueError: if the dict lacks entries or is inconsistent: an id with two rows, more ids
+                than rows, or lists of different lengths.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"state must be from Vocabulary.state_dict(), got {state!r}")
         if missing := sorted(_KEYS.difference(state)):
-            raise ValueError(f"state must be from Vocabulary.state_dict(), it lacks {missing}")
+            raise ValueError(f"state must be from Vocabulary.state_dict(), but lacks {missing}")
         self = cls(
             state["capacity"], admit_after=state["admit_after"], evict_after=state["evict_after"]
         )
@@ -236,14 +238,14 @@ class Vocabulary:
         seen, times, last = (_integers(key, state[key]) for key in counts)
         if len(ids) != len(seen) or not len(waiting) == len(times) == len(last):
             raise ValueError(
-                f"state is not consistent: 'seen' has {len(seen)} steps of {len(ids)} ids, and "
-                f"'waiting_times' and 'waiting_seen' have {len(times)} and {len(last)} numbers of "
-                f"{len(waiting)}. Take it as it was saved"
+                f"state is inconsistent: 'seen' has {len(seen)} steps for {len(ids)} ids, "
+                f"'waiting_times' and 'waiting_seen' have {len(times)} and {len(last)} numbers "
+                f"for {len(waiting)}. Give the state as it was saved"
             )
         if min([self._step, *seen, *times, *last]) < 0 or max([0, *seen, *last]) > self._step:
             raise ValueError(
-                f"state is not consistent: a number is negative, or a step is after {self._step}, "
-                "the last one. Take it as it was saved"
+                "state is inconsistent: a number is negative, or a step is after the last one, "
+                f"{self._step}. Give the state as it was saved"
             )
         self._id_of += ids
         self._row_of = {id_: row for row, id_ in enumerate(ids, 1)}
@@ -251,31 +253,31 @@ class Vocabulary:
         distinct = len(self._row_of.keys() | self._waiting.keys())
         if len(ids) >= self._capacity or distinct != len(ids) + len(waiting):
             raise ValueError(
-                f"state is not consistent: {len(ids)} ids have a row and {len(waiting)} wait, of "
-                f"which {distinct} are distinct, for a table of {self._capacity} rows. Take it as "
-                "it was saved"
+                f"state is inconsistent: of {len(ids)} ids with a row and {len(waiting)} waiting "
+                f"ids, {distinct} are distinct, for a table of {self._capacity} rows. Give the "
+                "state as it was saved"
             )
         self._seen[1 : len(ids) + 1] = seen
         return self
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Becomes the vocabulary that was saved.
+        """Restores a saved state into this vocabulary.
 
         Args:
-            state: from :meth:`state_dict`.
+            state: a result of :meth:`state_dict`.
 
         Raises:
-            TypeError: as :meth:`from_state_dict`.
-            ValueError: as :meth:`from_state_dict`; or if ``admit_after`` or ``evict_after`` are
-                others.
+            TypeError: as in :meth:`from_state_dict`.
+            ValueError: as in :meth:`from_state_dict`, or if ``admit_after`` or ``evict_after``
+                differ.
         """
         saved = Vocabulary.from_state_dict(state)
         names = "admit_after", "evict_after"
         mine, others = ([getattr(v, f"_{name}") for name in names] for v in (self, saved))
         if mine != others:
             raise ValueError(
-                f"state has (admit_after, evict_after) = {tuple(others)}, and this vocabulary "
-                f"{tuple(mine)}: give the same"
+                f"state has (admit_after, evict_after) = {tuple(others)}, but this vocabulary has "
+                f"{tuple(mine)}: they must be equal"
             )
         self.__dict__.update(saved.__dict__)
 
@@ -287,11 +289,11 @@ class Vocabulary:
         return np.int32 if self._capacity < 2**31 else np.int64
 
     def _is_old(self, step: Any) -> Any:
-        """Whether an id that was seen last in a step may be forgotten."""
+        """Whether an id may be evicted or forgotten, by the step of its last occurrence."""
         return self._evict_after is not None and self._step - step >= self._evict_after
 
     def _free_rows(self, number: int) -> tuple[list[int], list[Hashable]]:
-        """At most this many rows for other ids, and the ids that have lost them."""
+        """Frees at most this many rows; returns them and the ids that have lost them."""
         used = len(self._id_of)
         rows = list(range(used, min(used + number, self._capacity)))
         self._id_of += [None] * len(rows)
@@ -306,7 +308,7 @@ class Vocabulary:
         return rows + reused, evicted
 
     def _purge(self) -> None:
-        """Forgets old ids that wait, at times: they would be counted anew if they came again."""
+        """Removes old waiting ids at intervals: their counts would restart anyway."""
         if len(self._waiting) < self._purge_at:
             return
         waiting = self._waiting.items()
@@ -322,13 +324,13 @@ def _integers(key: str, values: Any) -> list[int]:
     try:
         return [operator.index(value) for value in values]
     except TypeError as error:
-        raise TypeError(f"state[{key!r}] must have integers alone, got {values!r}") from error
+        raise TypeError(f"state[{key!r}] must contain only integers, got {values!r}") from error
 
 
 def _flat(ids: Any) -> tuple[list[Any], tuple[int, ...]]:
     """The ids one after another, as Python objects, and their shape.
 
-    Python's numbers are equal across types: ``1 == 1.0 == True`` would share a row.
+    Python numbers are equal across types: ``1``, ``1.0`` and ``True`` would share a row.
     """
     if hasattr(ids, "dtype"):
         array = np.asarray(ids)

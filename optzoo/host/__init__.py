@@ -1,4 +1,4 @@
-"""Tables on the host, of which the device has a cache."""
+"""Tables on the host, with a cache on the device."""
 
 from .table import HostTable as HostTable
 from .table import Stats as Stats

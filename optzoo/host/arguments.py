@@ -1,4 +1,4 @@
-"""The arguments of a store, checked."""
+"""Checks of the arguments of a store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME = "table"  # of a table that is given alone
 
 
 def rows_by_name(rows: Any, in_memory: bool) -> dict[str, Any]:
-    """The tables by their names: arrays that the store may keep, or shapes."""
+    """The tables by their names: arrays that the store may use, or shapes."""
     rows = rows if isinstance(rows, Mapping) else {NAME: rows}
     if not rows:
         raise ValueError("rows must have a table, got an empty dict")
@@ -32,7 +32,7 @@ def rows_by_name(rows: Any, in_memory: bool) -> dict[str, Any]:
 def _table(name: str, x: Any, in_memory: bool) -> Any:
     if is_lines(x):
         raise TypeError(
-            f"rows: table '{name}' is in lines, which a cache cannot have: give the array, "
+            f"rows: table '{name}' is in lines, which a cache does not support: give the array, "
             "optzoo.rows.from_lines(table)"
         )
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
@@ -48,32 +48,34 @@ def _table(name: str, x: Any, in_memory: bool) -> Any:
         return np.array(x) if in_memory else np.asarray(x)
     if in_memory and not x.flags.writeable:
         raise ValueError(
-            f"rows: table '{name}' is an array that cannot be written to, and it is changed in "
-            "place: give a copy, or a folder"
+            f"rows: table '{name}' is a read-only array, but the store changes it in place: give "
+            "a copy, or a folder"
         )
     return np.asarray(x)
 
 
 def per_table(argument: str, value: Any, names: list[str]) -> dict[str, Any]:
-    """By the names of tables their values; one value that is no dict is that of all."""
+    """The values for each table, by name; one value that is not a dict applies to all tables."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
         return dict.fromkeys(names, value)
     if unknown := sorted(set(value) - set(names)):
-        raise ValueError(f"{argument}: rows has no tables {unknown}, but {sorted(names)}")
+        raise ValueError(
+            f"{argument} has the names {unknown}, but rows has the tables {sorted(names)}"
+        )
     return dict(value)
 
 
 def exactly(name: str) -> str:
-    """A pattern of this name alone."""
+    """A pattern that matches this name only."""
     return f"{re.escape(name)}(/){{0}}"  # with a / it is compared with whole names
 
 
 def check_table(
     name: str, like: Any, places: int, sharding: Any, mesh: Any, init: Any, vocabulary: Any
 ) -> None:
-    """Raises an error unless the arguments of a table belong together."""
+    """Raises an error unless the arguments of a table match."""
     if init is not None:
         check_function("a function of ids or a dict of such functions", init=init)
     if vocabulary is not None:
@@ -84,20 +86,20 @@ def check_table(
             )
         if vocabulary.capacity != like.shape[0]:
             raise ValueError(
-                f"vocabulary has {vocabulary.capacity} rows, and table '{name}' {like.shape[0]}: "
-                "give both as many"
+                f"vocabulary has {vocabulary.capacity} rows, but table '{name}' has "
+                f"{like.shape[0]}: they must be equal"
             )
     if sharding is None:
         return
     if not isinstance(sharding, RowSharding):
         raise TypeError(f"sharding must be an optzoo.sharded.RowSharding, got {sharding!r}")
     if mesh is None:
-        raise ValueError("sharding is for the devices of a mesh: give mesh=, too")
+        raise ValueError("sharding needs a mesh: give mesh=, too")
     check_mesh(mesh, sharding)
     if sharding.num_rows != places:
         raise ValueError(
-            f"sharding of the cache of '{name}' has num_rows={sharding.num_rows}, and cache_rows "
-            f"is {places}: give the same number"
+            f"sharding of the cache of '{name}' has num_rows={sharding.num_rows}, but cache_rows "
+            f"is {places}: they must be equal"
         )
 
 
@@ -108,8 +110,7 @@ def of_one_process(mesh: Any) -> Mesh | None:
     check_axes(mesh, (), "")
     if len({device.process_index for device in mesh.devices.flat}) > 1:
         raise ValueError(
-            "mesh has devices of several processes, and a cache must be on those of one: "
-            "HostTable is for one process. Shard the table over the processes instead "
-            "(optzoo.sharded)"
+            "mesh has devices of several processes, but HostTable supports one process only. "
+            "Shard the table over the processes instead (optzoo.sharded)"
         )
     return mesh

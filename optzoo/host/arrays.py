@@ -1,4 +1,4 @@
-"""Arrays of rows on the host: in memory, or in files mapped into it. Of NumPy alone."""
+"""Arrays of rows on the host, in NumPy: in memory, or in memory-mapped files."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Kind(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of a row."""
+        """The bytes of a row."""
         return int(np.prod(self.row, dtype=np.int64)) * self.dtype.itemsize
 
 
 class Table:
-    """The arrays of a table: its rows and those of its slots."""
+    """The arrays of a table: its rows and their slots."""
 
     def __init__(self, kinds: list[Kind]):
         self.kinds = kinds
@@ -36,11 +36,11 @@ class Table:
         return len(self.arrays[0])
 
     def new(self, rows: int) -> list[np.ndarray]:
-        """Arrays of zeros for this number of rows; they take memory as they are written."""
+        """Arrays of zeros with this number of rows; memory is allocated when they are written."""
         return [np.zeros((rows, *kind.row), kind.dtype) for kind in self.kinds]
 
     def read(self, ids: np.ndarray, size: int) -> list[np.ndarray]:
-        """Copies of some rows of all arrays, and zeros behind them up to ``size``."""
+        """Copies of some rows of all arrays, padded with zeros to ``size``."""
         found = []
         for a in self.arrays:
             rows = np.empty((size, *a.shape[1:]), a.dtype)
@@ -50,19 +50,19 @@ class Table:
         return found
 
     def write(self, ids: np.ndarray, rows: list[np.ndarray]) -> None:
-        """Replaces rows of all arrays, of ids that differ."""
+        """Replaces rows of all arrays, at distinct ids."""
         for a, new in zip(self.arrays, rows, strict=True):
             a[ids] = new
 
     def grow(self, rows: int) -> None:
-        """Makes room for more rows, of zeros."""
+        """Appends rows of zeros."""
         longer = self.new(rows)
         for a, new in zip(self.arrays, longer, strict=True):
             new[: len(a)] = a
         self.arrays = longer
 
     def views(self) -> list[np.ndarray]:
-        """The arrays, to read only."""
+        """Read-only views of the arrays."""
         views = [a.view() for a in self.arrays]
         for view in views:
             view.flags.writeable = False
@@ -70,7 +70,7 @@ class Table:
 
 
 class MappedTable(Table):
-    """The arrays of a table in files, whose rows before the last flush are in a journal."""
+    """The arrays of a table in files; a journal keeps their rows as of the last flush."""
 
     def __init__(self, kinds: list[Kind], folder: pathlib.Path, number: int, journal: Journal):
         super().__init__(kinds)
@@ -81,13 +81,13 @@ class MappedTable(Table):
         self._maps = list[np.memmap]()
 
     def new(self, rows: int) -> list[np.ndarray]:
-        """New files of zeros, in the place of those that are there."""
+        """New files of zeros, in place of existing ones."""
         for path in self.paths:
             path.unlink(missing_ok=True)
         return self._mapped(rows)
 
     def open(self, rows: int) -> None:
-        """Maps the files that are there, with this number of rows."""
+        """Maps the existing files, with this number of rows."""
         self.arrays = self._mapped(rows)
 
     def _mapped(self, rows: int) -> list[np.ndarray]:
@@ -105,7 +105,7 @@ class MappedTable(Table):
         return found
 
     def write(self, ids: np.ndarray, rows: list[np.ndarray]) -> None:
-        """As of :class:`Table`; what is overwritten first after a flush goes to the journal."""
+        """Like :meth:`Table.write`; the journal saves rows of a flush before the first change."""
         old = ids[~self.is_saved[ids]]
         if len(old):
             self.journal.append(self.number, old, [a[old] for a in self.arrays])
@@ -113,7 +113,7 @@ class MappedTable(Table):
         super().write(ids, rows)
 
     def grow(self, rows: int) -> None:
-        """Longer files; what is behind the rows of the last flush is dropped at a restart."""
+        """Extends the files; rows beyond those of the last flush are dropped at a restart."""
         before = self.is_saved
         self.sync()
         self.arrays = self._mapped(rows)
@@ -121,18 +121,18 @@ class MappedTable(Table):
         self.is_saved[: len(before)] = before
 
     def sync(self) -> None:
-        """Waits until the files are on the disk."""
+        """Waits until the files are on disk."""
         for mapped in self._maps:
             mapped.flush()
 
 
 def chunks(rows: int) -> Iterator[np.ndarray]:
-    """All ids in parts of ``CHUNK``."""
+    """All ids in chunks of ``CHUNK``."""
     for first in range(0, rows, CHUNK):
         yield np.arange(first, min(first + CHUNK, rows))
 
 
 def roll_back(journal: Journal, tables: Mapping[int, MappedTable]) -> None:
-    """Writes the rows of a journal back, so that the files are as of the last flush."""
+    """Writes the rows of a journal back, which restores the last flush."""
     for number, ids, rows in journal.records({n: t.kinds for n, t in tables.items()}):
         Table.write(tables[number], ids, rows)

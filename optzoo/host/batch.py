@@ -1,4 +1,4 @@
-"""The ids of a batch as one array, and their places in the form of the ids."""
+"""The ids of a batch as one array, and their places in the structure of the ids."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 
 def joined(ids: Any, name: str) -> tuple[np.ndarray, Callable[[np.ndarray], Any]]:
-    """All ids of a table one after another, and a function that gives places their form.
+    """The concatenated ids of a table, and a function that restores their structure for places.
 
     Args:
-        ids: an array, or a tuple or dict of arrays; a list is an array.
-        name: of the table, for errors.
+        ids: an array, or a tuple or dict of arrays; a list is converted to an array.
+        name: the name of the table, for errors.
     """
     leaves, treedef = jax.tree.flatten(ids, is_leaf=lambda x: isinstance(x, list))
     for leaf in leaves:
@@ -37,7 +37,7 @@ def joined(ids: Any, name: str) -> tuple[np.ndarray, Callable[[np.ndarray], Any]
 
 
 def check_ids(ids: np.ndarray, rows: int, name: str) -> np.ndarray:
-    """The ids; raises an error unless they are integers from 0 to ``rows``, which is padding."""
+    """The ids; raises an error unless they are integers in ``[0, rows]``; ``rows`` is padding."""
     if ids.size == 0:
         return np.zeros(0, np.int32)
     if not np.issubdtype(ids.dtype, np.integer):
@@ -46,14 +46,14 @@ def check_ids(ids: np.ndarray, rows: int, name: str) -> np.ndarray:
     if low < 0 or high > rows:
         raise ValueError(
             f"ids of '{name}' must be in [0, {rows}), or {rows} for padding, got "
-            f"{low if low < 0 else high}: give a table of more rows, or map ids to rows by "
+            f"{low if low < 0 else high}: give a table with more rows, or map ids to rows by "
             "vocabulary="
         )
     return ids
 
 
 def by_table(ids: Any, names: list[str], single: bool, argument: str) -> Mapping[str, Any]:
-    """By the names of tables what belongs to each."""
+    """The values for each table, by name."""
     if single:
         return {names[0]: ids}
     if not isinstance(ids, Mapping) or set(ids) != set(names):

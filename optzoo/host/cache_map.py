@@ -1,4 +1,4 @@
-"""Which row of a table has which place in a cache of it. Of NumPy alone."""
+"""The assignment of the rows of a table to the places of its cache, in NumPy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK = 1 << 17  # places that are looked at together
 
 
 class Moves(NamedTuple):
-    """What a batch needs: the places of its ids, and which rows move."""
+    """The requirements of a batch: the places of its ids, and the rows to move."""
 
     places: np.ndarray  # of each id
     missing: np.ndarray  # the distinct ids that are not in the cache, in order
@@ -28,21 +28,20 @@ class TooManyIds(Exception):
 
 
 class CacheMap:
-    """The places of ids, and which of them leave for others.
+    """The places of ids, and which rows are evicted.
 
-    A plan costs some operations on arrays of the length of the ids, and a pass over a part of the
-    cache. Most of its time are reads at random from an array with a number for each row of the
-    table, so there is one such array, and nothing is written to it when a row leaves: an id is at
-    its place if the place has this id.
+    A plan needs some operations on arrays of the length of the ids, and a pass over a part of the
+    cache. Random reads from an array with an entry for each row of the table take most of the time,
+    so there is only one such array, which is not written when a row is evicted: the place of an id
+    is valid if the place stores this id.
 
     Args:
-        rows: of the table. The id ``rows`` is padding.
-        places: of the cache. The place ``places`` is padding.
-        policy: ``"lru"``: rows leave that no batch has had for longest. ``"lfu"``: those that the
-            fewest batches have had since they came, where each count is halved once in ``AGE``
-            steps. Both look at the places in turn, from where they stopped, for such that are old
-            or rare enough, and raise what is enough when a round finds too few. So the order is
-            near to that of the policy.
+        rows: the number of rows of the table. The id ``rows`` is padding.
+        places: the number of places of the cache. The place ``places`` is padding.
+        policy: ``"lru"`` evicts the least recently used rows; ``"lfu"`` the least frequently used
+            ones, by the number of batches since they were cached, which is halved every ``AGE``
+            steps. Both are approximate: they scan the places in turn, from the last position, for
+            rows that are old or rare enough, and relax the limit when a round finds too few.
     """
 
     def __init__(self, rows: int, places: int, policy: Policy):
@@ -62,13 +61,13 @@ class CacheMap:
         self._hand, self._limit = 0, 0  # where the search goes on; which scores may leave
 
     def plan(self, ids: np.ndarray) -> Moves:
-        """Gives every id a place.
+        """Assigns a place to every id.
 
         Args:
             ids: integers of shape ``(n,)`` from 0 to ``rows``.
 
         Raises:
-            TooManyIds: then nothing has changed.
+            TooManyIds: if the cache is too small; nothing is changed in this case.
         """
         self._now += 1
         if self._is_lfu:
@@ -99,17 +98,17 @@ class CacheMap:
         return Moves(places, missing, into, leaving, distinct)
 
     def undo(self, moves: Moves) -> None:
-        """Takes back the last plan; what it has counted stays counted."""
+        """Reverts the last plan, except for its counts."""
         self.id_of[moves.into] = moves.leaving
         self._score[moves.into] = 0
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        """The places of ids; -1 for those that are not in the cache."""
+        """The places of ids; -1 for ids that are not in the cache."""
         places = self._place_of[ids]
         return np.where(self.id_of[places] == ids, places, -1)
 
     def grow(self, rows: int) -> None:
-        """Makes room for more ids."""
+        """Increases the number of rows."""
         self._place_of = np.append(self._place_of, np.zeros(rows - self.rows, np.int32))
         self._place_of[rows] = self.num_places
         if rows >= 2**31 - 1:
@@ -117,18 +116,18 @@ class CacheMap:
         self.id_of[self.num_places] = self.rows = rows
 
     def held(self, *, dirty: bool = False) -> np.ndarray:
-        """The places that have a row; of those the ones that the host has not."""
+        """The places that have a row; with ``dirty`` only those that differ from the host."""
         is_held = self.id_of[:-1] >= 0
         return np.flatnonzero(is_held & self.is_dirty[:-1] if dirty else is_held)
 
     def empty(self) -> None:
-        """Forgets which rows are in the cache."""
+        """Marks all places as empty."""
         self.id_of[:-1] = -1
         self.is_dirty[:] = False
         self._score[:] = 0
 
     def _free_places(self, number: int, top: int) -> np.ndarray:
-        """Places for other rows, which are then as recent as those of this batch."""
+        """Frees places for other rows, and marks them as used by this batch."""
         first = self._filled
         self._filled = min(first + number, self.num_places)
         self._score[first : self._filled] = top

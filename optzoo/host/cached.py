@@ -1,4 +1,4 @@
-"""One table: its arrays on the host, which rows of it are in the cache, and what moves."""
+"""One table: its arrays on the host, its cache, and the rows that move between them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .row_arrays import RowArrays, with_tables
 
 
 class Part(NamedTuple):
-    """What a plan has of one table."""
+    """The part of a plan for one table."""
 
     number: int  # of ids
     moves: Moves
@@ -54,7 +54,7 @@ class Cached:
         self._leaving = list[tuple[np.ndarray, list[Any]]]()
 
     def know(self, tx: Any, where: RowArrays, params: Any, state: Any, folder: Folder | None):
-        """Takes what is known when there is a state."""
+        """Sets what depends on the state."""
         self._tx, self._where = tx, where
         arrays = where.of(self.name, params, state)
         kinds = [Kind(tuple(a.shape[1:]), np.dtype(a.dtype)) for a in arrays]
@@ -70,7 +70,7 @@ class Cached:
 
     @property
     def rows(self) -> int:
-        """Those of the host."""
+        """The number of rows on the host."""
         return self.map.rows
 
     @property
@@ -93,13 +93,13 @@ class Cached:
         return as_typed(NamedSharding(self.mesh, spec), 1 + len(self.row))
 
     def _stored(self, places: np.ndarray) -> np.ndarray:
-        """Where places are in the array of the cache; padding is behind it."""
+        """The indices of places in the array of the cache; padding is after its end."""
         if self.sharding is None:
             return places.astype(np.int32, copy=False)
         return np.asarray(self.sharding.places_of(places.astype(np.int32)))
 
     def _put(self, arrays: list[np.ndarray]) -> list[Any]:
-        """Arrays on the device; on several, on each."""
+        """Puts arrays on the device; on all devices if there are several."""
         if self.mesh is None:
             return jax.device_put(arrays)
         return jax.device_put(arrays, NamedSharding(self.mesh, PartitionSpec()))
@@ -107,14 +107,14 @@ class Cached:
     # A step
 
     def plan(self, ids: np.ndarray, reset: np.ndarray) -> Part:
-        """Gives ids their places, and begins to send the rows that are missing to the device.
+        """Assigns places to ids, and starts to send missing rows to the device.
 
         Args:
-            ids: those of a batch.
-            reset: of them, those whose rows begin anew.
+            ids: the ids of a batch.
+            reset: the ids among them whose rows are reset.
 
         Raises:
-            ValueError: if the cache is too small; then nothing has changed.
+            ValueError: if the cache is too small; nothing is changed in this case.
         """
         hand, turn = self.hand, self._turn()
         try:
@@ -135,7 +135,7 @@ class Cached:
     def _part(
         self, ids: np.ndarray, reset: np.ndarray, moves: Moves, turn: np.ndarray, hand: int
     ) -> Part:
-        """Reads what a plan moves, and begins to send it."""
+        """Reads the rows that a plan moves, and starts to send them."""
         arriving, anew, swept = list[Any](), list[Any](), None
         if number := len(moves.missing):
             size = size_of(number)
@@ -153,9 +153,9 @@ class Cached:
         return Part(len(ids), moves, arriving, anew, swept, hand)
 
     def _turn(self) -> np.ndarray:
-        """The rows of the host to bring up to now, if they rest: all in half of the horizon.
+        """The deferred rows of the host to catch up: all of them within half the horizon.
 
-        Twice as many as are needed for rows that are on the host all the time.
+        This is twice as often as for rows that never leave the host.
         """
         if not self._horizon:
             return np.zeros(0, np.intp)
@@ -166,12 +166,12 @@ class Cached:
         return ids[self.map.find(ids) < 0]
 
     def undo(self, part: Part) -> None:
-        """Takes back the last plan."""
+        """Reverts the last plan."""
         self.map.undo(part.moves)
         self.hand = part.hand
 
     def swap(self, part: Part, params: Any, state: Any) -> tuple[Any, Any]:
-        """Parameters and state with the rows of a plan; the others are on their way."""
+        """Parameters and state with the rows of a plan; starts to send evicted rows to the host."""
         if part.arriving:
             into, *rows = part.arriving
             if self._deferred is not None:
@@ -197,7 +197,7 @@ class Cached:
             self._leaving.append((ids, rows))
 
     def write_back(self) -> None:
-        """Writes what has left to the host; waits until it is there."""
+        """Writes evicted rows to the host, when they have arrived."""
         for ids, rows in self._leaving:
             real = np.flatnonzero(ids >= 0)
             self.host.write(ids[real], [np.asarray(a)[real] for a in rows])
@@ -206,11 +206,11 @@ class Cached:
     # All rows
 
     def begin(self, given: Any, params: Any) -> None:
-        """Writes the first values of all rows and slots to the host.
+        """Writes the initial values of all rows and slots to the host.
 
         Args:
             given: an array, or a shape.
-            params: with empty caches.
+            params: the parameters, with empty caches.
         """
         is_array = not isinstance(given, jax.ShapeDtypeStruct)
         arrays = self.host.new(self.rows)
@@ -228,8 +228,8 @@ class Cached:
         """Writes all rows and slots of an ordinary table to the host.
 
         Args:
-            arrays: of NumPy or JAX.
-            given: an array whose memory may be used; or anything else.
+            arrays: NumPy or JAX arrays.
+            given: an array whose memory may be used, or any other object.
         """
         if not self.host.arrays:
             new = self.host.new(self.rows)
@@ -252,7 +252,7 @@ class Cached:
         self.map.is_dirty[:] = False
 
     def bring_up(self, params: Any, state: Any) -> None:
-        """Brings all deferred rows of the host up to now."""
+        """Catches up all deferred rows of the host."""
         if self._deferred is None:
             return
         size = min(CHUNK, size_of(self.rows))
@@ -271,7 +271,7 @@ class Cached:
             self.host.write(ids, make(ids, None))
 
     def _maker(self, params: Any, state: Any) -> Callable[[np.ndarray, Any], list[np.ndarray]]:
-        """A function of ids, and of their rows or None, that gives all arrays of new rows."""
+        """A function of ids, and of their rows or None, that returns all arrays of new rows."""
         name, where, shape = self.name, self._where, self.row
 
         @jax.jit
@@ -285,7 +285,7 @@ class Cached:
             rows = np.asarray(rows_of(self.init, ids.astype(_dtype_of(self.rows))))
             if rows.shape != (len(ids), *shape):
                 raise ValueError(
-                    f"init must give rows of shape {(len(ids), *shape)} for {len(ids)} ids of "
+                    f"init must return rows of shape {(len(ids), *shape)} for {len(ids)} ids of "
                     f"'{name}', got {rows.shape}"
                 )
             return rows
@@ -303,7 +303,7 @@ class Cached:
         return make
 
     def read(self, params: Any, state: Any, ids: Any) -> np.ndarray:
-        """Rows as of now; padding reads zeros."""
+        """Current rows; padding reads zeros."""
         ids = np.asarray(ids)
         flat = check_ids(ids.reshape(-1), self.rows, self.name)
         places, is_real = self.map.find(flat), flat < self.rows

@@ -1,4 +1,4 @@
-"""What runs on the device between steps: rows come into a cache and others leave it."""
+"""Programs on the device between steps: rows enter a cache and others leave it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _LEAST = 256  # rows of an exchange
 
 
 def size_of(number: int) -> int:
-    """The size of an exchange of some rows: a power of two, or one and a half times one.
+    """The size of an exchange of some rows: ``2**k`` or ``1.5 * 2**k``.
 
-    So there are few sizes, and each is compiled once.
+    This limits the number of compiled programs.
     """
     size = _LEAST
     while size < number:
@@ -45,9 +45,9 @@ def with_rows(arrays: list[Array], places: Array, rows: list[Array]) -> list[Arr
 
 
 class DeferredExchange:
-    """Exchanges of a table with deferred rows, and rows of the host brought up to now.
+    """Exchanges of a table with deferred rows, and catching up of rows of the host.
 
-    What leaves is as of now then, and so is what comes in.
+    Rows that enter and rows that leave are current.
     """
 
     def __init__(self, name: str, where: RowArrays):
@@ -71,7 +71,7 @@ class DeferredExchange:
         return self._bring_up(params, state, places)
 
     def _current(self, params: Any, state: Any, rows: list[Array]) -> list[Array]:
-        """Rows of all arrays of the table, which need not be those of the cache, as of now."""
+        """Current rows of all arrays of the table, which may be rows outside of the cache."""
         params, state = self.where.replaced(params, state, {self.name: rows})
         current = lambda table: table.with_arrays(table.current(lambda a: a))
         params, state = self._change(params, state, current)
@@ -85,14 +85,14 @@ class DeferredExchange:
 
 
 class Reset:
-    """Rows of a cache that begin anew, as by :func:`optzoo.growing.reset_rows`."""
+    """Resets rows of a cache, as by :func:`optzoo.growing.reset_rows`."""
 
     def __init__(self, name: str, tx: Any, init: Any, sharding: Any):
         self.name, self.tx, self.init, self.sharding = name, tx, init, sharding
         self.reset = jax.jit(self._reset, donate_argnums=(0, 1))
 
     def _reset(self, params: Any, state: Any, places: Array, ids: Array) -> Any:
-        """The places are in order, and then padding; the ids are theirs."""
+        """The places are sorted, followed by padding; the ids are their ids."""
         name, given = exactly(self.name), dict[str, Any]()
         if self.init is not None:
             given["init"] = {name: lambda _: self.init(ids)}
@@ -103,5 +103,5 @@ class Reset:
 
 @functools.partial(jax.jit, static_argnums=0)
 def rows_of(init: Callable[[Array], Array], ids: Array) -> Array:
-    """What an initializer gives."""
+    """The rows that an initializer returns."""
     return jnp.asarray(init(ids))

@@ -1,4 +1,4 @@
-"""A folder with the last flush of a table on the host, and what has changed since."""
+"""A folder with the last flush of a table on the host, and later changes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ FORMAT = 1
 
 
 class Folder:
-    """Files with the rows; a journal; and in ``flush.json`` all that makes a flush one.
+    """A folder with files of rows, a journal, and ``flush.json``, which describes the last flush.
 
-    Rows change in the files between flushes, and what they were is in the journal. A flush writes
-    the other arrays to a new file, waits until all is on the disk, and then replaces
-    ``flush.json`` at once, which names the file and the journal that begins. So a process that is
-    killed at any moment leaves the last flush: a start writes the rows of the journal back.
+    Rows change in the files between flushes; the journal keeps their previous values. A flush
+    writes the other arrays to a new file, waits until all data are on disk, and then atomically
+    replaces ``flush.json``, which names this file and the new journal. If a process is killed at
+    any moment, the next one restores the last flush by writing the rows of the journal back.
 
     Args:
-        path: of the folder, which is made.
+        path: the path of the folder, which is created.
 
     Raises:
-        RuntimeError: if another process has it open.
+        RuntimeError: if another process has opened the folder.
     """
 
     def __init__(self, path: Any):
@@ -56,19 +56,19 @@ class Folder:
             self.flushed = json.loads((self.path / "flush.json").read_text())
             if self.flushed["format"] != FORMAT:
                 raise ValueError(
-                    f"folder {str(path)!r} is of another version of optzoo, with the format "
-                    f"{self.flushed['format']} and not {FORMAT}"
+                    f"folder {str(path)!r} has the format {self.flushed['format']} of another "
+                    f"version of optzoo, not {FORMAT}"
                 )
         self.journal = Journal(self._journal_of(self.number))
         self.tables = dict[str, MappedTable]()
 
     @property
     def number(self) -> int:
-        """Of the last flush; 0 if there is none."""
+        """The number of the last flush; 0 if there is none."""
         return self.flushed.get("number", 0)
 
     def add(self, name: str, kinds: list[Kind]) -> MappedTable:
-        """A table, whose files :meth:`roll_back` opens or ``new`` makes."""
+        """Adds a table, whose files :meth:`roll_back` opens or ``new`` creates."""
         table = MappedTable(kinds, self.path, len(self.tables), self.journal)
         self.tables[name] = table
         return table
@@ -87,11 +87,11 @@ class Folder:
         return _load(self._others_of(self.number), self.flushed["others"])
 
     def commit(self, others: list[np.ndarray], about: Mapping[str, Any]) -> None:
-        """Makes all that was written the last flush.
+        """Commits all written data as the last flush.
 
         Args:
-            others: the arrays that are no rows.
-            about: what else belongs to it, for JSON.
+            others: the arrays without rows.
+            about: further data of the flush, for JSON.
         """
         number = self.number + 1
         self._sync_tables()
@@ -116,7 +116,7 @@ class Folder:
         self._clean()
 
     def close(self) -> None:
-        """Lets others open it."""
+        """Closes the folder, so that it can be opened again."""
         self._release()
 
     def _sync_tables(self) -> None:
@@ -139,7 +139,7 @@ class Folder:
 
 
 def _save(path: pathlib.Path, arrays: list[np.ndarray]) -> list[Any]:
-    """Writes arrays one after another, and returns their shapes and dtypes."""
+    """Writes arrays consecutively, and returns their shapes and dtypes."""
     with open(path, "wb") as file:
         for a in arrays:
             file.write(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data)

@@ -1,4 +1,4 @@
-"""What rows were before they were overwritten: a file to which records are appended."""
+"""A file of records with the previous values of overwritten rows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _HEAD, _CHECKSUM = struct.Struct("<QQQ"), struct.Struct("<I")
 
 
 class Journal:
-    """The rows of the last flush that were overwritten since.
+    """The rows of the last flush that have been overwritten since.
 
-    A process that is killed leaves whole records, and at most a part of one, whose rows were not
+    A killed process leaves complete records and at most one partial record, whose rows are not
     overwritten yet.
     """
 
@@ -26,7 +26,7 @@ class Journal:
         self.path = path
 
     def append(self, table: int, ids: np.ndarray, rows: list[np.ndarray]) -> None:
-        """Adds a record; when it returns, the rows may be overwritten."""
+        """Appends a record; after it returns, the rows may be overwritten."""
         parts = [_bytes(ids.astype(np.int64)), *map(_bytes, rows)]
         head = _HEAD.pack(table, len(ids), sum(map(len, parts)))
         checksum = zlib.crc32(head)
@@ -42,10 +42,10 @@ class Journal:
                 raise
 
     def records(self, kinds: Mapping[int, list[Any]]) -> Iterator[tuple[int, Any, list[Any]]]:
-        """Table, ids and rows of each record.
+        """The table, ids and rows of each record.
 
         Args:
-            kinds: by the number of a table those of its arrays.
+            kinds: the kinds of the arrays of each table, by its number.
         """
         if not self.path.exists():
             return
@@ -72,14 +72,14 @@ def _bytes(a: np.ndarray) -> memoryview:
 
 
 def _write(file: Any, data: Any) -> None:
-    """Writes all of it: a system writes at most 2 GB at once."""
+    """Writes all bytes: an operating system writes at most 2 GB at once."""
     data = memoryview(data)
     while len(data):
         data = data[file.write(data) :]
 
 
 def sync(path: pathlib.Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Waits until a file, or the names in a folder, are on disk."""
     if os.name == "nt" and path.is_dir():
         return
     number = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Which arrays of parameters and of a state have the rows of tables."""
+"""The arrays of parameters and of a state that have the rows of tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..state.types import AccumulateState, RowsOfCycle, needs_loss, nodes_of
 
 
 class Ages(NamedTuple):
-    """Where a state has how long the rows of a table rest, among its leaves."""
+    """The indices of the leaves of a state with the ages of the deferred rows of a table."""
 
     last: int  # the step that each row is as of
     count: int  # the present step
@@ -25,19 +25,19 @@ class Ages(NamedTuple):
 
 
 class RowArrays(NamedTuple):
-    """For each table where its arrays are."""
+    """For each table, the positions of its arrays."""
 
     slots: Mapping[str, list[int]]  # by the name of a table, among the leaves of the state
     # Of tables whose rows may rest (optzoo.caught_up), where the state has their ages.
     ages: Mapping[str, Ages]
 
     def of(self, name: str, params: Any, state: Any) -> list[Any]:
-        """The table and what the state has for its rows."""
+        """The table and the arrays of the state for its rows."""
         leaves = jax.tree.leaves(state)
         return [table_of(params, name), *(leaves[i] for i in self.slots[name])]
 
     def replaced(self, params: Any, state: Any, arrays: Mapping[str, list[Any]]) -> tuple[Any, Any]:
-        """Parameters and state with other arrays of some tables."""
+        """Parameters and state with other arrays for some tables."""
         leaves, treedef = jax.tree.flatten(state)
         for name, (_, *of_state) in arrays.items():
             for i, a in zip(self.slots[name], of_state, strict=True):
@@ -46,14 +46,14 @@ class RowArrays(NamedTuple):
         return with_tables(params, tables), treedef.unflatten(leaves)
 
     def others(self, params: Any, state: Any) -> list[Any]:
-        """All other arrays: parameters that are no table, then of the state."""
+        """All other arrays: parameters that are not tables, then those of the state."""
         tables = {id(table_of(params, name)) for name in self.slots}
         mine = {i for positions in self.slots.values() for i in positions}
         rest = [x for x in jax.tree.leaves(params) if id(x) not in tables]
         return rest + [a for i, a in enumerate(jax.tree.leaves(state)) if i not in mine]
 
     def with_others(self, params: Any, state: Any, others: list[Any]) -> tuple[Any, Any]:
-        """Parameters and state with other arrays in the place of :meth:`others`."""
+        """Parameters and state with other arrays in place of :meth:`others`."""
         new = iter(others)
         tables = {id(table_of(params, name)) for name in self.slots}
         mine = {i for positions in self.slots.values() for i in positions}
@@ -64,14 +64,14 @@ class RowArrays(NamedTuple):
 
 
 def table_of(params: Any, name: str) -> Any:
-    """The table of this name, a path of keys of dicts."""
+    """The table of this name, a path of dict keys."""
     for key in name.split("/"):
         params = params[key]
     return params
 
 
 def with_tables(params: Any, tables: Mapping[str, Any]) -> Any:
-    """The parameters with tables at their names; the dicts on the way are new."""
+    """The parameters with tables at their names; dicts on these paths are copied."""
     for name, table in tables.items():
         first, _, rest = name.partition("/")
         inside = with_tables(params.get(first, {}), {rest: table}) if rest else table
@@ -84,12 +84,12 @@ def find_rows(tx: optax.GradientTransformation, params: Any, rows: Mapping[str, 
 
     Args:
         tx: the transformation.
-        params: shapes of the parameters, with caches in the place of the tables.
-        rows: by the names of the tables their rows on the host.
+        params: the shapes of the parameters, with caches in place of the tables.
+        rows: the rows on the host, by the names of the tables.
 
     Raises:
-        ValueError: if the state of a table cannot be divided into rows, if ``tx`` changes rows
-            that a step does not name, or keeps which rows a step had.
+        ValueError: if the state of a table cannot be divided into rows, or if ``tx`` changes rows
+            that are not in the batch or stores row indices.
     """
     state = jax.eval_shape(tx.init, params)
     numbered = jax.tree.structure(state).unflatten(range(len(jax.tree.leaves(state))))
@@ -116,7 +116,7 @@ def find_rows(tx: optax.GradientTransformation, params: Any, rows: Mapping[str, 
 
 
 def _ages(numbered: Any, rows: Mapping[str, int]) -> dict[str, Ages]:
-    """Where a state, of the numbers of its leaves, has the ages of the rows of tables."""
+    """The positions of the ages of the rows of tables, in a state of the indices of its leaves."""
     found = dict[str, Ages]()
     for node in nodes_of(CaughtUpState, numbered):
         [clock] = node.clock.values()
@@ -127,9 +127,9 @@ def _ages(numbered: Any, rows: Mapping[str, int]) -> dict[str, Ages]:
 
 
 _CURE = (
-    "A cache has some rows alone, so take an optimizer that updates each touched row by itself, "
+    "A cache has only some rows, so use an optimizer that updates each touched row by itself, "
     "such as optzoo.lazy_adam or optzoo.row_wise_adagrad, or optzoo.on_rows(tx); for dense "
-    "semantics optzoo.caught_up(tx, mask=...), whose mask names the tables"
+    "semantics use optzoo.caught_up(tx, mask=...), whose mask matches the tables"
 )
 
 
@@ -140,13 +140,13 @@ def _refuse(
     rows: Mapping[str, int],
     deferred: frozenset[str],
 ) -> None:
-    """Raises ``ValueError`` unless a cache may be trained in the place of a table."""
+    """Raises ``ValueError`` unless a cache can be trained in place of a table."""
     for node in nodes_of(AccumulateState, state):
         is_rows = lambda x: isinstance(x, RowsOfCycle)
         if any(map(is_rows, jax.tree.leaves(node.sums, is_leaf=is_rows))):
             raise ValueError(
-                "tx has optzoo.accumulate(max_rows=...), which keeps the places of rows for a "
-                "later step, when they may belong to other rows: give larger batches instead"
+                "tx has optzoo.accumulate(max_rows=...), which stores places of rows for a later "
+                "step, when they may belong to other rows: use larger batches instead"
             )
     if about_of(tx).deferred is not None and deferred == rows.keys():
         return

@@ -1,4 +1,4 @@
-"""Tables on the host, of which the device has a cache."""
+"""Tables on the host, with a cache on the device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .row_arrays import RowArrays, find_rows, with_tables
 
 
 class Stats(NamedTuple):
-    """What a :class:`HostTable` has done since it was made.
+    """Statistics of a :class:`HostTable` since it was created.
 
     Example:
         >>> import optzoo
@@ -40,13 +40,13 @@ class Stats(NamedTuple):
         0.6666666666666666
 
     Attributes:
-        steps: the calls of ``swap``.
-        ids: the ids of their batches, of all tables.
-        distinct: the distinct ids of each batch.
-        hits: those of them that were in the cache.
-        rows_in: the rows that came from the host.
-        rows_out: the rows that went there.
-        seconds_waited: how long ``ahead`` waited for a plan that was not ready.
+        steps: the number of calls of ``swap``.
+        ids: the number of ids of their batches, for all tables.
+        distinct: the number of distinct ids of each batch, summed.
+        hits: how many of the distinct ids were in the cache.
+        rows_in: the number of rows copied from the host.
+        rows_out: the number of rows copied to the host.
+        seconds_waited: the time that ``ahead`` waited for plans, in seconds.
     """
 
     steps: int
@@ -59,7 +59,7 @@ class Stats(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What a step needs before it runs."""
+    """The requirements of a step."""
 
     places: Any
     parts: dict[str, Part]
@@ -67,26 +67,26 @@ class _Plan(NamedTuple):
 
 
 class HostTable:
-    """Tables in the memory of the host or in files, of which the device has a cache.
+    """Tables in host memory or in files, with a cache on the device.
 
-    It is for tables that are larger than the memory of a device. In ``params`` and in the state of
-    the optimizer each table has the rows of its cache alone. The optimizer trains them as any
-    table, with places in the cache as ids. Before each step :meth:`swap` exchanges rows: those that
-    the batch needs come in with their slots, and those that were used least leave.
-    :meth:`ahead` plans this in a thread for the next batch while a step runs.
+    Use it for tables that exceed the memory of a device. In ``params`` and in the optimizer state,
+    each table has only the rows of its cache, which are trained like any table, with places in the
+    cache as ids. Before each step, :meth:`swap` loads the rows that the batch needs, with their
+    slots, and evicts the least used ones. :meth:`ahead` plans this in a thread for the next batch
+    while a step runs.
 
-    The result is that of the ordinary table: the same bits, but for the order of sums over rows,
-    such as in a norm of the gradient. With :func:`optzoo.caught_up` it is that up to rounding; rows
-    on the host are brought up to now in turn, so that none rests for longer than its horizon.
+    The result is bit-equal to that of an ordinary table, except for the order of sums over rows,
+    such as in a norm of the gradient. With :func:`optzoo.caught_up` it is equal up to rounding;
+    rows on the host are caught up in turn, so that none is deferred for longer than the horizon.
 
     ``tx`` must update each touched row by itself, or by all touched rows of the step: all
     optimizers that are "lazy" or "linear", :func:`optzoo.on_rows`, chains and groups of these, and
-    :func:`optzoo.caught_up`. :meth:`init` proves it, and refuses all others.
+    :func:`optzoo.caught_up`. :meth:`init` verifies this.
 
-    With a ``folder`` the rows are in files that are mapped into memory. Then :meth:`flush` is a
-    point to which everything returns: if the process is killed, at any moment, the next one begins
-    at the last flush. What was overwritten since is in a journal. A crash of the whole machine
-    between two flushes may lose the folder, so keep checkpoints elsewhere, too.
+    With a ``folder`` the rows are in memory-mapped files, and :meth:`flush` writes a checkpoint: if
+    the process is killed at any moment, the next one resumes from the last flush. A journal keeps
+    the rows that were overwritten since. A crash of the whole machine between two flushes may
+    corrupt the folder, so store checkpoints elsewhere, too.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optzoo
@@ -105,33 +105,34 @@ class HostTable:
         [0.7, 0.93, 0.9, 1.0]
 
     Args:
-        rows: a table: an array of NumPy, which is changed in place; or an array of JAX, which is
-            copied; or a ``jax.ShapeDtypeStruct``, whose rows are made by ``init``. Or a dict of
-            these by the names of parameters, such as ``"layers/users"``. A single table has the
-            name ``"table"``. If the folder has a flush, shape and dtype alone are read. An array is
-            copied into the files of a folder, and may be mapped from a file itself.
+        rows: a table: a NumPy array, which is changed in place; a JAX array, which is copied; or a
+            ``jax.ShapeDtypeStruct``, whose rows are created by ``init``. Or a dict from the names
+            of parameters, such as ``"layers/users"``, to these. A single table has the name
+            ``"table"``. If the folder has a flush, only shape and dtype are used. With a folder an
+            array is copied into its files; the array may be memory-mapped itself.
         tx: a complete optimizer.
-        cache_rows: the rows of the cache, at least the most distinct ids of a batch. A dict by
-            names for several numbers.
-        policy: which rows leave: ``"lfu"`` those that were in the fewest batches, by counts that
-            are halved once in 1,024 steps; ``"lru"`` those that were in none for longest. Both
-            take the first ones in turn that are rare or old enough.
-        init: gives new rows of an array of ids, as for :func:`optzoo.growing.resize_table`: for
-            ``rows`` without values, for rows that a vocabulary gives to another key, and for those
-            of :meth:`grow`. A dict by names, or None for zeros.
-        vocabulary: a :class:`optzoo.growing.Vocabulary` of as many rows as the table has, which
-            maps the keys in batches to rows. Or a dict by names. A row that gets another key
-            begins anew, with its slots. It is saved by a flush, and continues with it.
+        cache_rows: the number of rows of the cache, at least the largest number of distinct ids of
+            a batch; or a dict by names.
+        policy: which rows are evicted: ``"lfu"`` the least frequently used ones, by the number of
+            batches, halved every 1,024 steps; ``"lru"`` the least recently used ones. Both are
+            approximate: they scan the cache in turn for rows that are rare or old enough.
+        init: a function of an array of ids that returns new rows, as in
+            :func:`optzoo.growing.resize_table`: for ``rows`` without values, for rows that a
+            vocabulary assigns to another key, and for :meth:`grow`. Or a dict by names, or None for
+            zeros.
+        vocabulary: a :class:`optzoo.growing.Vocabulary` with as many rows as the table, which maps
+            the keys in batches to rows; or a dict by names. A row that is assigned to another key
+            is reset, with its slots. The vocabulary is saved by a flush and restored with it.
         sharding: the :class:`optzoo.sharded.RowSharding` of a cache, with ``cache_rows`` as its
             ``num_rows``; or a dict by names.
         mesh: the devices of the step, if there are several.
-        folder: for the rows and the last flush; None for the memory of this process.
+        folder: a folder for the rows and the last flush; None for the memory of this process.
 
     Raises:
-        TypeError: if an argument is of another kind.
-        ValueError: if an argument is out of range, a dict has other names than ``rows``, an array
-            cannot be written to, or the mesh has devices of several processes; if the folder has a
-            flush of other tables.
+        TypeError: if an argument has a wrong type.
+        ValueError: if an argument is out of range, the names of a dict differ from those of
+            ``rows``, an array is read-only, the mesh has devices of several processes, or the
+            folder has a flush of other tables.
         RuntimeError: if the folder is open elsewhere.
     """
 
@@ -176,8 +177,8 @@ class HostTable:
             if found != (wanted := {name: table.rows for name, table in self._tables.items()}):
                 self._folder.close()
                 raise ValueError(
-                    f"folder has a flush of tables with {found} rows, and rows has {wanted}: give "
-                    "the same, or another folder"
+                    f"folder has a flush of tables with {found} rows, but rows has {wanted}: give "
+                    "the same tables, or another folder"
                 )
 
     def __repr__(self) -> str:
@@ -189,7 +190,7 @@ class HostTable:
 
     @property
     def step(self) -> int:
-        """The number of swaps since the run began; with a folder, that of all processes."""
+        """The number of swaps since training began; with a folder, over all processes."""
         return self._step
 
     @property
@@ -198,7 +199,7 @@ class HostTable:
         return 0 if self._folder is None else self._folder.number
 
     def stats(self) -> Stats:
-        """What it has done since it was made."""
+        """Statistics since the store was created."""
         return self._stats
 
     # Parameters and state
@@ -206,23 +207,23 @@ class HostTable:
     def init(self, others: Any = None) -> tuple[Any, Any]:
         """Parameters with an empty cache for each table, and the state of the optimizer.
 
-        If the folder has a flush, the run continues there: all values are those of the flush, and
-        of ``others`` shapes and dtypes alone are used. Otherwise a run begins, with the rows that
-        the store was given and with ``others``; with a folder this is its first flush.
+        If the folder has a flush, training resumes from it: all values are those of the flush, and
+        only the shapes and dtypes of ``others`` are used. Otherwise training begins, with the rows
+        given to the store and with ``others``; with a folder this is its first flush.
 
         Args:
-            others: a dict of all other parameters; None for none.
+            others: a dict of all other parameters; None if there are none.
 
         Raises:
-            TypeError: if it is no dict.
-            StateError: if the flush is of other parameters or of another optimizer.
+            TypeError: if ``others`` is not a dict.
+            StateError: if the flush has other parameters or another optimizer.
             ValueError: if ``tx`` cannot train a cache, with the reason.
-            RuntimeError: if the store has rows already.
+            RuntimeError: if the store is already initialized.
         """
         if not self._rows:
             raise RuntimeError(
-                "init: the store has rows already, by init or load: make another HostTable, after "
-                "close if it has a folder, or use load"
+                "init: the store is already initialized, by init or load: use load, or create "
+                "another HostTable, after close if it has a folder"
             )
         params, state = self._empty({} if others is None else others)
         folder, where = self._folder, self._ready()
@@ -243,19 +244,20 @@ class HostTable:
         return params, state
 
     def load(self, params: Any, state: Any) -> tuple[Any, Any]:
-        """Parameters and state with empty caches, from those of ordinary tables.
+        """Loads parameters and state of ordinary tables; returns them with empty caches.
 
-        It takes what :meth:`flush` returns or :func:`optzoo.minimize` has trained, restored from
-        any checkpoint; and what :func:`optzoo.load_tf1_state` and :mod:`optzoo.interop.fbgemm`
-        import. Rows and slots are written over those of the host. With a folder this is a flush.
+        Accepts results of :meth:`flush` and of :func:`optzoo.minimize`, restored from any
+        checkpoint, and of the imports :func:`optzoo.load_tf1_state` and
+        :mod:`optzoo.interop.fbgemm`. Overwrites the rows and slots on the host. With a folder this
+        is a flush.
 
         Args:
-            params: with the whole tables, arrays of NumPy or JAX.
-            state: that of ``tx`` for them.
+            params: the parameters with the whole tables, NumPy or JAX arrays.
+            state: the state of ``tx`` for them.
 
         Raises:
-            StateError: if they have other shapes or dtypes than this store and ``tx``.
-            ValueError: as :meth:`init`.
+            StateError: if their shapes or dtypes differ from those of this store and ``tx``.
+            ValueError: as in :meth:`init`.
         """
         self._take_back()
         fresh, new = self._empty(with_tables(params, dict.fromkeys(self._tables)))
@@ -272,18 +274,18 @@ class HostTable:
         return fresh, new
 
     def flush(self, params: Any, state: Any) -> tuple[Any, Any]:
-        """Writes the rows of the caches to the host, and gives ordinary parameters and state.
+        """Writes the rows of the caches to the host, and returns ordinary parameters and state.
 
-        They are arrays of NumPy in the order of the ids, as without a cache: a checkpoint from
-        which :func:`optzoo.minimize` continues, or :meth:`load`. The tables are those of the host
-        themselves, to read only: save or copy them before the next step changes them. Rows of
-        :func:`optzoo.caught_up` are as of now, which takes a pass over their table.
+        They are NumPy arrays in the order of the ids, as without a cache: a checkpoint from which
+        :func:`optzoo.minimize` or :meth:`load` can resume. The tables are read-only views of those
+        on the host: save or copy them before the next step changes them. Rows of
+        :func:`optzoo.caught_up` are caught up, in a pass over their table.
 
-        With a folder, all is on the disk when it returns, and a restart begins here.
+        With a folder, all data are on disk when it returns, and a restart resumes from this flush.
 
         Args:
-            params: the present ones; they stay valid.
-            state: the same.
+            params: the current parameters; they remain valid.
+            state: the current state; it remains valid.
 
         Returns:
             The parameters and the state.
@@ -300,20 +302,20 @@ class HostTable:
         return where.with_others(*where.replaced(params, state, views), others)
 
     def read(self, params: Any, state: Any, ids: Any) -> Any:
-        """Rows as of now, for evaluation: those in the cache from there, others from the host.
+        """Current rows, for evaluation, from the cache or the host.
 
         Args:
-            params: the present ones; they stay valid.
-            state: the same.
-            ids: integers of any shape; by the names of the tables, if there are several. The number
-                of rows is padding.
+            params: the current parameters; they remain valid.
+            state: the current state; it remains valid.
+            ids: integers of any shape; a dict by the names of the tables if there are several. The
+                padding id is the number of rows.
 
         Returns:
-            Arrays of NumPy, of the shape of the ids and that of a row; zeros for padding.
+            NumPy arrays of shape ``ids.shape + row_shape``; zeros for padding.
 
         Raises:
             TypeError: if ids are not integers.
-            ValueError: if they are out of range.
+            ValueError: if ids are out of range.
         """
         self._ready()
         self._take_back()
@@ -324,19 +326,21 @@ class HostTable:
         return found[next(iter(found))] if self._single else found
 
     def grow(self, params: Any, state: Any, rows: int | Mapping[str, int]) -> None:
-        """Makes tables longer on the host. Caches, parameters, state and programs stay.
+        """Increases the number of rows on the host.
 
-        New rows begin by ``init``, or as zeros. A vocabulary grows, too. With a folder call
+        Caches, parameters, state and programs are unchanged.
+
+        New rows are initialized by ``init``, or zero. Vocabularies grow, too. With a folder, call
         :meth:`flush` afterwards: a restart before it has the old number of rows.
 
         Args:
-            params: the present ones; they stay valid.
-            state: the same.
-            rows: the new number of rows; a dict by names for some of several tables.
+            params: the current parameters; they remain valid.
+            state: the current state; it remains valid.
+            rows: the new number of rows; or a dict by names, for some of several tables.
 
         Raises:
-            TypeError: if it is not an int.
-            ValueError: if it is smaller than before.
+            TypeError: if ``rows`` is not an int.
+            ValueError: if ``rows`` is smaller than before.
         """
         self._ready()
         self._take_back()
@@ -356,22 +360,23 @@ class HostTable:
     def minimize(self, loss_fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """The step of :func:`optzoo.minimize` for these tables.
 
-        It requires gradients of the tables to be rows (``sparse``): a dense one would change rows
-        that no id names, and those on the host would stay. On a mesh it has the ``mesh`` and the
-        ``tables`` of the store.
+        It requires row-sparse gradients of the tables (``sparse``): a dense gradient would also
+        change rows that are not in the cache. On a mesh it uses the ``mesh`` and the ``tables`` of
+        the store.
 
         Args:
-            loss_fn: as for :func:`optzoo.minimize`; places in the caches are its ids.
-            **options: of :func:`optzoo.minimize`; ``sparse`` as a dict, for other parameters.
+            loss_fn: as in :func:`optzoo.minimize`; its ids are places in the caches.
+            **options: options of :func:`optzoo.minimize`; ``sparse`` as a dict, for other
+                parameters.
 
         Raises:
-            TypeError: as :func:`optzoo.minimize`, and if ``sparse`` is no dict.
-            ValueError: as :func:`optzoo.minimize`; when traced, if the gradient of a table is
+            TypeError: as in :func:`optzoo.minimize`, and if ``sparse`` is not a dict.
+            ValueError: as in :func:`optzoo.minimize`; at trace time, if the gradient of a table is
                 dense.
         """
         sparse: Any = options.pop("sparse", {})
         if not isinstance(sparse, Mapping):
-            raise TypeError(f"sparse must be a dict by patterns of other tables, got {sparse!r}")
+            raise TypeError(f"sparse must be a dict from patterns of other tables, got {sparse!r}")
         sharded = {exactly(n): t.sharding for n, t in self._tables.items() if t.sharding}
         required: Any = {exactly(n): "require" for n, t in self._tables.items() if not t.sharding}
         if self._mesh is not None:
@@ -382,29 +387,30 @@ class HostTable:
     # Steps
 
     def ahead(self, batches: Iterable[Any], ids: Callable[[Any], Any]) -> Iterator[Any]:
-        """Batches with the places of their ids, each planned while the step before it runs.
+        """Batches with the places of their ids, each planned while the previous step runs.
 
-        Call :meth:`swap` once for each, before its step; it begins the plan of the next batch in a
-        thread. An error in a plan is raised here, when its batch is next. A loop that is left early
-        loses nothing: a plan that is not needed is taken back.
+        Call :meth:`swap` once for each batch, before its step; it starts the plan of the next batch
+        in a thread. An error of a plan is raised by this iterator, when its batch is next. The loop
+        may end early: an unused plan is reverted.
 
         Args:
-            batches: of any kind. One more is read than was given.
-            ids: a function of a batch that gives its ids: an array of integers of any shape, or a
+            batches: an iterable of batches of any type. It is read one batch ahead.
+            ids: a function of a batch that returns its ids: an array of integers of any shape, or a
                 tuple or a dict of arrays; if there are several tables, a dict of these by their
-                names. With a vocabulary its keys. The number of rows is the id of padding.
+                names. With a vocabulary it returns keys. The padding id is the number of rows.
 
         Yields:
-            Pairs of the places, in the form of the ids, and the batch.
+            Pairs of the places, in the structure of the ids, and the batch.
 
         Raises:
             TypeError: if ids are not integers.
             ValueError: if an id is out of range, or a batch has more distinct ids than the cache.
-            RuntimeError: if another loop is not at its end, or if a batch was not swapped.
+            RuntimeError: if another loop is not finished, or if ``swap`` was not called for a
+                batch.
         """
         self._ready()
         if self._pool is not None:
-            raise RuntimeError("ahead: another loop of this store is not at its end: close it")
+            raise RuntimeError("ahead: another loop of this store is not finished: close it")
         self._take_back()
         batches, end = iter(batches), object()
         with concurrent.futures.ThreadPoolExecutor(1, "host-table") as self._pool:
@@ -422,20 +428,20 @@ class HostTable:
                     if self._planned is not None:
                         raise RuntimeError(
                             "swap was not called for a batch, so its rows are not in the cache: "
-                            "call it once for each, before the step"
+                            "call it once for each batch, before the step"
                         )
             finally:
                 self._take_back()
                 self._following = self._pool = None
 
     def swap(self, params: Any, state: Any) -> tuple[Any, Any]:
-        """Parameters and state with the rows of the batch that :meth:`ahead` gave last.
+        """Parameters and state with the rows of the last batch of :meth:`ahead`.
 
-        It does not wait for the device. The arrays are donated: use only those that it returns.
+        It does not wait for the device. The arrays are donated: use only the returned ones.
 
         Args:
-            params: the present ones.
-            state: the same.
+            params: the current parameters.
+            state: the current state.
 
         Raises:
             RuntimeError: if there is no such batch.
@@ -451,7 +457,7 @@ class HostTable:
         return params, state
 
     def close(self) -> None:
-        """Closes the folder, as of its last flush."""
+        """Closes the folder; the next process resumes from the last flush."""
         self._take_back()
         if self._folder is not None:
             self._folder.close()
@@ -469,7 +475,7 @@ class HostTable:
         return plan
 
     def _plan(self, ids: Any) -> _Plan:
-        """What the step of a batch with these ids needs; it reads the host after it is written."""
+        """The requirements of a step with these ids; reads the host after pending writes."""
         for table in self._tables.values():
             table.write_back()
         given = by_table(ids, [*self._tables], self._single, "ids")
@@ -498,7 +504,7 @@ class HostTable:
             undo()
 
     def _take_back(self) -> None:
-        """Takes back a plan that was not swapped; it is made again when it is needed."""
+        """Reverts a plan that was not swapped; it is computed again when needed."""
         plan, self._planned = self._planned, None
         future, self._future = self._future, None
         if future is not None and future.exception() is None:  # which waits
@@ -510,11 +516,11 @@ class HostTable:
 
     def _ready(self) -> RowArrays:
         if self._where is None:
-            raise RuntimeError("the store has no rows yet: call init or load first")
+            raise RuntimeError("the store is not initialized: call init or load first")
         return self._where
 
     def _empty(self, others: Any) -> tuple[Any, Any]:
-        """Parameters and state with empty caches, after which it is known where rows are."""
+        """Parameters and state with empty caches; finds the arrays that have rows."""
         if not isinstance(others, Mapping):
             raise TypeError(f"others must be a dict of the other parameters, got {others!r}")
         shapes = {name: table.cache for name, table in self._tables.items()}
@@ -538,14 +544,14 @@ class HostTable:
         return params, state
 
     def _placed(self, params: Any, state: Any, others: list[Any]) -> tuple[Any, Any]:
-        """Parameters and state with other values where there are no rows, on the same devices."""
+        """Parameters and state with other values in arrays without rows, on the same devices."""
         where = self._ready()
         old = where.others(params, state)
         place = lambda a, new: jax.device_put(new, a.sharding if self._mesh is not None else None)
         return where.with_others(params, state, list(map(place, old, others)))
 
     def _full(self, params: Any, state: Any) -> tuple[Any, Any]:
-        """The same with the shapes of the whole tables in the place of caches."""
+        """The same with the shapes of the whole tables in place of caches."""
         where, whole = self._ready(), dict[str, list[Any]]()
         for name, table in self._tables.items():
             like = lambda a, n=table.rows: jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype)
@@ -563,12 +569,12 @@ class HostTable:
             if a != b:
                 words = lambda x: f"{x[0]} of shape {x[1]} and dtype {x[2]}" if x else "no more"
                 raise StateError(
-                    f"{what} of another optimizer or other parameters: {words(a)}, and this store "
-                    f"has {words(b)}. Give those that belong together"
+                    f"{what} of another optimizer or other parameters: {words(a)}, but this store "
+                    f"has {words(b)}. They must be equal"
                 )
 
     def _commit(self, params: Any, state: Any, others: list[Any]) -> None:
-        """Makes what was written the last flush of the folder."""
+        """Commits all written data as the last flush of the folder."""
         if self._folder is None:
             return
         vocabularies = {
@@ -595,14 +601,14 @@ def _kinds(params: Any, state: Any) -> list[Any]:
 
 
 def _on_mesh(x: Any, mesh: Mesh) -> Any:
-    """An array on the devices of a mesh: as it is there, or on each."""
+    """An array on the devices of a mesh: unchanged if it is there, otherwise replicated."""
     if getattr(getattr(x, "sharding", None), "mesh", None) == mesh:
         return x
     return jax.device_put(x, as_typed(NamedSharding(mesh, PartitionSpec()), jnp.ndim(x)))
 
 
 def _with(s: Stats, plan: _Plan) -> Stats:
-    """The numbers after the swap of a plan."""
+    """The statistics after the swap of a plan."""
     for part in plan.parts.values():
         missing, distinct = len(part.moves.missing), part.moves.distinct
         s = s._replace(

@@ -1,1 +1,1 @@
-"""Programs of JAX: read, proved and changed."""
+"""Analysis, verification and transformation of JAX programs."""

@@ -1,4 +1,4 @@
-"""Of which arguments the results of a program are, with some rows changed."""
+"""Finds the arguments of a program of which results are copies with some rows changed."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _REPLACES = {"scatter", "scatter-add", "scatter_add"}
 
 
 class Origin(NamedTuple):
-    """The input that a value is but for some rows."""
+    """The input that a value equals except for some rows."""
 
     position: int
     is_changed: bool  # whether some rows may differ
@@ -20,7 +20,7 @@ class Origin(NamedTuple):
 
 
 def changed_rows(graph: Graph) -> list[Origin | None]:
-    """For each result the argument in which rows are replaced, or added to.
+    """For each result, the argument in which it replaces rows, or to which it adds rows.
 
     None if there is no such argument. Rows may be changed in calls, loops and branches.
     """
@@ -28,7 +28,7 @@ def changed_rows(graph: Graph) -> list[Origin | None]:
 
 
 def _origins(graph: Graph) -> list[Origin | None]:
-    """For each result the input that it comes from, or None."""
+    """For each result, the input of which it is a copy with changed rows, or None."""
     inputs = {v: i for i, v in enumerate(graph.inputs)}
     of_bodies = functools.cache(_origins)  # a call has several results
 
@@ -49,7 +49,7 @@ def _origins(graph: Graph) -> list[Origin | None]:
 def _before(
     op: Operation, k: int, of_bodies: Callable[[Graph], list[Origin | None]]
 ) -> Origin | None:
-    """The operand of an operation that its ``k``-th result comes from, or None."""
+    """The operand of which the ``k``-th result is a copy with changed rows, or None."""
     if op.name in WRITES:
         return Origin(0, True)
     if op.name in _REPLACES:

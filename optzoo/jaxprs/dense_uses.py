@@ -1,4 +1,4 @@
-"""Why the gradient of a looked-up table is dense: read off the jaxpr of the loss."""
+"""Explains why the gradient of a looked-up table is dense, from the jaxpr of the loss."""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ class _Lookup(NamedTuple):
 
 
 def without_stop_gradient(jaxpr: Any) -> Any:
-    """The jaxpr in which no ``stop_gradient`` depends on anything; not for evaluation."""
+    """The jaxpr with ``stop_gradient`` cut from its operands; not for evaluation."""
 
     def cut(eqn):
         if eqn.primitive.name != "stop_gradient":
@@ -30,13 +30,13 @@ def without_stop_gradient(jaxpr: Any) -> Any:
 
 
 def why_dense(graph: Graph, table: Value, has_taps: bool, gathers: bool) -> str | None:
-    """The reason in words, with lines; None for an array of which no rows are read.
+    """The reason as text, with lines; None for an array whose rows are not read.
 
     Args:
-        graph: of the loss, in which lookups with a tap do not read the table.
-        table: its input, which the loss depends on.
+        graph: the graph of the loss, in which lookups with a tap do not read the table.
+        table: the input of the loss.
         has_taps: whether some lookup of the table has a tap.
-        gathers: whether gathers of rows count, as lookups do.
+        gathers: whether gathers of rows are treated like lookups.
     """
     lookups, uses = _of_table(graph, table, gathers)
     if not lookups and not has_taps:
@@ -51,7 +51,7 @@ def why_dense(graph: Graph, table: Value, has_taps: bool, gathers: bool) -> str 
 
 
 def first_use(graph: Graph, table: Value) -> str:
-    """What uses an input that the loss depends on, with its line."""
+    """The first operation that uses an input, with its line."""
     _, uses = _of_table(graph, table, gathers=False)
     return next((_at(name, line) for name, line in uses.items()), "the result")
 
@@ -62,13 +62,13 @@ def _at(name: str, line: str) -> str:
 
 def _of_lookup(found: _Lookup) -> str:
     if found.after:
-        what = f"{found.word} reads what {found.after} made of it"
+        what = f"{found.word} reads the result of {found.after}"
         return f"{_at(what, found.line)}: look up first, then compute"
     if found.body:
         what = f"{found.word} is inside of {found.body}"
         return f"{_at(what, found.line)}: do the lookup outside and pass the rows in"
     what = f"{found.word} is inside of a jax.vmap that maps over the table"
-    return f"{_at(what, found.line)}: give each member a table of its own"
+    return f"{_at(what, found.line)}: give each member its own table"
 
 
 def _of_table(graph: Graph, table: Value, gathers: bool) -> tuple[list[_Lookup], dict[str, str]]:
@@ -86,15 +86,15 @@ class _Follower(NamedTuple):
     def follow(
         self, operations: list[Operation], copies: dict[Value, str], body: str, line: str
     ) -> tuple[list[_Lookup], dict[str, str]]:
-        """The lookups of a table or of arrays computed from it, and what else uses the table.
+        """The lookups of a table or of arrays computed from it, and other uses of the table.
 
         Args:
-            operations: of the program.
-            copies: by the table, and by each array computed from it that may stand for it, the
-                operation that computed it; extended in place.
+            operations: the operations of the program.
+            copies: for the table and each array that may replace it, the operation that computed
+                it; extended in place.
             body: the function of JAX in whose body the operations are.
-            line: that of the outermost call around them. JAX reuses jaxprs, and with them the lines
-                of their first call.
+            line: the line of the outermost call around them. JAX reuses jaxprs with the lines of
+                their first call.
         """
         lookups, uses = list[_Lookup](), dict[str, str]()
         for op in operations:
@@ -125,7 +125,7 @@ class _Follower(NamedTuple):
         return lookups, uses
 
     def _reads_rows(self, op: Operation) -> str:
-        """What an operation is that reads rows; empty for any other."""
+        """A description of an operation that reads rows; empty for any other."""
         if is_lookup(op):
             return "a lookup"
         is_row_gather = self.gathers and op.ins[0].shape == self.shape and row_gather(op)

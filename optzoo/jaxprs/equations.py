@@ -1,7 +1,4 @@
-"""What jaxprs and their equations look like, in all versions of JAX.
-
-``tests/jaxprs/test_equations.py`` checks every function against the installed version.
-"""
+"""Access to jaxprs and their equations, for all supported versions of JAX."""
 
 import contextlib
 import operator
@@ -31,7 +28,7 @@ def is_literal(v: Any) -> bool:
 def closed_jaxprs(eqn: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
     """The jaxprs inside an equation, such as the branches of a ``cond``, each with its constants.
 
-    Those of a ``while`` are its condition and its body.
+    For a ``while`` they are its condition and its body.
     """
     if eqn.primitive.name == "while":
         closed = (eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"])
@@ -46,13 +43,13 @@ def closed_jaxprs(eqn: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
 
 
 def _jaxpr_in(value: Any) -> Any:
-    """A jaxpr that a parameter is, or that it holds together with constants; or None."""
+    """The jaxpr of a parameter, possibly stored together with constants; or None."""
     jaxpr = getattr(value, "jaxpr", value)
     return jaxpr if hasattr(jaxpr, "eqns") else None
 
 
 def contains(jaxpr: Any, name: str) -> bool:
-    """Whether an equation of a jaxpr, or of one inside of it, has a primitive of this name."""
+    """Whether a jaxpr, including inner ones, has an equation with this primitive."""
     inside = (inner for eqn in jaxpr.eqns for inner, _ in closed_jaxprs(eqn))
     return any(e.primitive.name == name for e in jaxpr.eqns) or any(
         contains(inner, name) for inner in inside
@@ -76,7 +73,7 @@ def evaluate_equation(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def bind_equation(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The same, for many equations: without a jaxpr around each, and without its settings."""
+    """Like :func:`evaluate_equation`, for many equations: without a jaxpr and settings for each."""
     params = eqn.primitive.get_bind_params(eqn.params)
     # Before JAX 0.12 functions come first.
     functions, params = params if isinstance(params, tuple) else ((), params)
@@ -86,7 +83,7 @@ def bind_equation(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def scope_of(eqn: Any) -> Iterator[None]:
-    """The name scopes and the mesh in which the equation was made; for what replaces it."""
+    """The name scopes and the mesh of an equation, for its replacement."""
     scopes = str(eqn.source_info.name_stack)
     named = jax.named_scope(scopes) if scopes else contextlib.nullcontext()
     with named, eqn.ctx.manager:
@@ -97,9 +94,9 @@ def scope_of(eqn: Any) -> Iterator[None]:
 
 
 def map_equations(jaxpr: Any, f: Callable[[Any], Any]) -> Any:
-    """The jaxpr with ``f(eqn)`` for every equation, in the jaxprs inside of equations too.
+    """The jaxpr with ``f(eqn)`` for every equation, also in inner jaxprs.
 
-    A jaxpr of which no equation changes is the same object: what JAX has compiled is used again.
+    A jaxpr without changes is the same object, so that compiled programs are reused.
     """
 
     def in_param(value):
@@ -121,12 +118,12 @@ def map_equations(jaxpr: Any, f: Callable[[Any], Any]) -> Any:
 
 
 def used_inputs(jaxpr: Any) -> list[bool]:
-    """For each input of a jaxpr whether the outputs depend on it."""
+    """For each input of a jaxpr, whether the outputs depend on it."""
     return _without_unused(jaxpr, False)[1]
 
 
 def needed_part(jaxpr: Any) -> Any:
-    """The jaxpr, of the same inputs, without the equations on which no output depends."""
+    """The jaxpr with the same inputs, without equations on which no output depends."""
     return _without_unused(jaxpr, True)[0]
 
 
@@ -140,25 +137,25 @@ def _without_unused(jaxpr: Any, keep_inputs: bool) -> tuple[Any, list[bool]]:
 
 
 def has_shardings(eqn: Any) -> bool:
-    """Whether a ``jit`` was given shardings of its inputs or outputs."""
+    """Whether a ``jit`` has shardings of its inputs or outputs."""
     given = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return any(type(s).__name__ != "UnspecifiedValue" for s in given)  # JAX does not export it
 
 
 def checkpoint_like(eqn: Any, f: Callable[..., Any]) -> Callable[..., Any]:
-    """``jax.checkpoint`` of another function, with the settings of the one of an equation."""
+    """``jax.checkpoint`` of another function, with the settings of an equation."""
     params = eqn.params
     return jax.checkpoint(f, prevent_cse=params["prevent_cse"], policy=params["policy"])
 
 
 def scan_like(eqn: Any, f: Callable[..., Any], init: Any, xs: Any) -> Any:
-    """``jax.lax.scan`` of another function, with the settings of the one of an equation."""
+    """``jax.lax.scan`` of another function, with the settings of an equation."""
     settings = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     return lax.scan(f, init, xs, **settings)
 
 
 def scan_sizes(eqn: Any) -> tuple[int, int]:
-    """How many of the inputs of a ``scan`` are constants, and how many are its first carry."""
+    """The numbers of inputs of a ``scan`` that are constants and carries."""
     # By the shapes, since the names of the parameters differ among versions: those of the xs and
     # the ys, which come last, have an axis less in the body.
     [(body, _)] = closed_jaxprs(eqn)
@@ -173,14 +170,14 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
 
 
 def line_of(eqn: Any) -> str:
-    """The line of the user's program that an equation comes from: ``model.py:12:4 (loss)``."""
+    """The line of the user's program that made an equation: ``model.py:12:4 (loss)``."""
     return summarize(eqn.source_info)
 
 
 def caller_of(eqn: Any) -> str:
-    """The same outside of this library and Keras; empty if the library replaced the equation.
+    """The line outside of this library and Keras; empty if the library replaced the equation.
 
-    In Keras nearly all operations are made at few lines, which layers call.
+    In Keras nearly all operations originate from a few lines, which layers call.
     """
     for line in reversed(summarize(eqn.source_info, num_frames=100).split("\n")):
         if not line.startswith(_LIBRARY) and _KERAS not in line:
@@ -191,6 +188,6 @@ def caller_of(eqn: Any) -> str:
 
 
 def text_of(program: Any) -> str:
-    """The text of what ``jax.make_jaxpr`` returned, equal in every process."""
+    """The text of a result of ``jax.make_jaxpr``, equal in every process."""
     # Without terminal colours and addresses of functions.
     return re.sub(r"0x[0-9a-f]+", "", program.pretty_print(use_color=False, width=100))

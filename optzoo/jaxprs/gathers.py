@@ -1,4 +1,4 @@
-"""Reads of whole rows of an array by JAX itself: ``table[ids]``, ``jnp.take`` and others."""
+"""Reads of whole rows of an array by JAX: ``table[ids]``, ``jnp.take`` and others."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,11 +15,11 @@ _MODES = _Mode.CLIP, _Mode.FILL_OR_DROP, _Mode.PROMISE_IN_BOUNDS
 
 
 class RowGather(NamedTuple):
-    """A read of one row of an array for each id. Negative ids are counted from the end before it.
+    """A read of one row of an array for each id, after negative ids are converted.
 
-    The mode says what an id out of range does. CLIP: it is the nearest id. FILL_OR_DROP: it reads
-    ``fill``, and has no gradient. PROMISE_IN_BOUNDS: it reads the row of the nearest id, and has
-    no gradient.
+    The mode determines the result of an id out of range. CLIP: it is replaced by the nearest id.
+    FILL_OR_DROP: it reads ``fill``, and has no gradient. PROMISE_IN_BOUNDS: it reads the row of the
+    nearest id, and has no gradient.
     """
 
     shape: tuple[int, ...]  # of the ids
@@ -29,7 +29,7 @@ class RowGather(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """That of the ids of the gradient."""
+        """The dtype of the ids of the gradient."""
         is_long = self.num_rows > jnp.iinfo(jnp.int32).max
         return canonicalize_dtype(jnp.int64 if is_long else jnp.int32)
 
@@ -39,10 +39,10 @@ class RowGather(NamedTuple):
         """The rows, plus a tap, and the ids of the gradient.
 
         Args:
-            table: what is read. None: the tap is the rows of these ids.
-            operands: of the operation.
+            table: the array to read. None: the tap is the rows of these ids.
+            operands: the operands of the operation.
             tap: a row for each id.
-            casts: to which dtypes the rows are cast in turn.
+            casts: the dtypes to which the rows are cast, in order.
         """
         given = jnp.asarray(operands[1])
         # The first of the starts, of all axes or of the rows alone.
@@ -66,7 +66,7 @@ class RowGather(NamedTuple):
 
 
 def row_gather(op: Operation) -> RowGather | None:
-    """How an operation reads whole rows of its first operand; None if it does something else."""
+    """The read of whole rows of the first operand by an operation; None for others."""
     if op.name not in ("gather", "dynamic_slice"):
         return None
     x, starts = op.ins[0], op.ins[1]

@@ -1,4 +1,4 @@
-"""A program of JAX as a graph: its operations, the values between them, the bodies of calls."""
+"""A JAX program as a graph: its operations, the values between them, the bodies of calls."""
 
 import dataclasses
 import functools
@@ -34,19 +34,19 @@ class Value:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape; () of what has none."""
+        """The shape of the value; () for values without one."""
         return getattr(self.aval, "shape", ())
 
     @property
     def dtype(self) -> str:
-        """The name of its dtype."""
+        """The name of the dtype."""
         return _text(self.aval.dtype)
 
     @property
     def key(self) -> Any:
-        """Equal for scalar constants of equal bits, however they print; else for itself alone.
+        """A key that is equal for scalar constants with equal bits; otherwise unique to the value.
 
-        A traced constant, such as an argument of an update, has no bits yet.
+        A traced constant, such as an argument of an update, has no known bits.
         """
         if self.literal is None or self.shape or isinstance(self.literal, jax.core.Tracer):
             return id(self)
@@ -55,7 +55,7 @@ class Value:
 
 @dataclasses.dataclass(eq=False)
 class Operation:
-    """An equation, on values. A marked operation on rows has the name of its mark."""
+    """An equation on values. A marked operation on rows has the name of its mark."""
 
     name: str
     eqn: Any = dataclasses.field(repr=False)
@@ -68,7 +68,7 @@ class Operation:
 
     @property
     def kind(self) -> Kind | None:
-        """What it does to the axes of its operands; None if this is unknown."""
+        """The effect on the axes of the operands; None if unknown."""
         return KINDS.get(self.name)
 
     @property
@@ -83,17 +83,17 @@ class Operation:
 
     @functools.cached_property
     def bodies(self) -> "list[Body]":
-        """What it runs; of custom derivatives the function itself alone."""
+        """The bodies that the operation runs; for custom derivatives only the function itself."""
         graphs = [Graph.of(*closed) for closed in closed_jaxprs(self.eqn)]
         return _bodies(self, graphs) if graphs else []
 
     @property
     def turns(self) -> int | None:
-        """How often a ``scan`` runs its body; None for any other operation."""
+        """The number of iterations of a ``scan``; None for any other operation."""
         return self.params["length"] if self.name == "scan" else None
 
     def run(self, known: dict[Value, Any]) -> None:
-        """Computes the results from what is known, and adds them."""
+        """Computes the results from known values, and adds them."""
         results = bind_equation(self.eqn, [read(known, v) for v in self.ins])
         known.update(zip(self.outs, results, strict=True))
 
@@ -103,12 +103,12 @@ class Operation:
 
 
 def read(known: Mapping[Value, Any], value: Value) -> Any:
-    """A value that is known, or a literal."""
+    """The value of a known value or a literal."""
     return known[value] if value.literal is None else value.literal
 
 
 class Body(NamedTuple):
-    """What an operation runs."""
+    """A body of an operation."""
 
     graph: "Graph"
     inputs: list[int]  # by the inputs of the graph the operands that they are, at first
@@ -118,7 +118,7 @@ class Body(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Graph:
-    """What computes the results from the inputs."""
+    """The operations that compute results from inputs."""
 
     inputs: list[Value]
     operations: list[Operation]
@@ -126,7 +126,7 @@ class Graph:
 
     @classmethod
     def of(cls, jaxpr: Any, consts: Sequence[Any] | None = None) -> "Graph":
-        """The graph of a jaxpr. Without values for its constants these are the first inputs."""
+        """The graph of a jaxpr. Constants without values become the first inputs."""
         graph = cls([], [], [])
         values = graph._start(jaxpr, consts)
         for eqn in jaxpr.eqns:
@@ -138,7 +138,7 @@ class Graph:
         return graph
 
     def _start(self, jaxpr: Any, consts: Sequence[Any] | None) -> dict[Any, Value]:
-        """Makes the inputs; gives the values that are known."""
+        """Creates the inputs; returns the known values."""
         values = {v: Value(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)}
         self.inputs = [values[v] for v in jaxpr.invars]
         if consts is None:
@@ -154,7 +154,7 @@ class Graph:
         self.operations.append(op)
 
     def readers(self) -> dict[Value, list[Operation]]:
-        """By each value the operations that read it."""
+        """For each value, the operations that read it."""
         found: dict[Value, list[Operation]] = {}
         for op in self.operations:
             for v in op.ins:
@@ -162,7 +162,7 @@ class Graph:
         return found
 
     def walk(self, into: Collection[Kind] = CALLS) -> Iterator["Visit"]:
-        """All operations, those in calls of these kinds too, before the call itself."""
+        """All operations; those in calls of these kinds precede the call."""
         for op in self.operations:
             if op.kind in into:
                 turns = 1 if op.turns is None else op.turns
@@ -173,7 +173,7 @@ class Graph:
             yield Visit(op, op, 1, False)
 
     def depending(self, values: Iterable[Value]) -> set[Value]:
-        """These values, and all that depend on one of them."""
+        """These values, and all values that depend on them."""
         found = set(values)
         for op in self.operations:
             if found.intersection(op.ins):
@@ -186,13 +186,13 @@ class Graph:
         of: Callable[[Operation, list[bool], Operation], Sequence[bool]],
         outermost: Operation | None = None,
     ) -> list[bool]:
-        """Which results have a property that spreads from operands to results.
+        """Which results have a property that propagates from operands to results.
 
         Args:
-            inputs: which of the inputs have it.
-            of: ``of(operation, operands, outermost)`` gives it for each result of an operation;
-                of a call, whose results follow from its bodies, ``operands`` tell whether it
-                decides which of them runs, or how often.
+            inputs: which of the inputs have the property.
+            of: ``of(operation, operands, outermost)`` returns the property of each result of an
+                operation. For a call, whose results follow from its bodies, ``operands`` are the
+                operands that select the body or the number of iterations.
             outermost: the operation of the program that this graph is in.
         """
         found = {v for v, has_it in zip(self.inputs, inputs, strict=True) if has_it}
@@ -219,7 +219,7 @@ def needed(
     results: Iterable[Value],
     given: Callable[[Value], bool] = lambda v: False,
 ) -> list[Operation]:
-    """The operations on which the results depend, in order, but for values that are given."""
+    """The operations on which the results depend, in order, except for given values."""
     wanted, found = {v for v in results if not given(v)}, []
     for op in reversed(operations):
         if wanted.intersection(op.outs):
@@ -229,7 +229,7 @@ def needed(
 
 
 def made_of(values: Iterable[Value], follow: Callable[[Value], Iterable[Value]]) -> Iterator[Value]:
-    """Values and what they are made of, each once; of each it follows what ``follow`` gives."""
+    """All values from which values are computed, each once; ``follow`` gives the next ones."""
     waiting, seen = [*values], set[Value]()
     while waiting:
         v = waiting.pop()
@@ -299,13 +299,13 @@ def inlined(
     calls: Collection[str],
     whole: Collection[str] = (),
 ) -> Graph:
-    """The graph in which the operations of calls take their place. Equal scalars are made once.
+    """The graph in which calls are replaced by their operations. Equal scalars are merged.
 
     Args:
         jaxpr: a program.
-        consts: the values of its constants; without, they are the first inputs.
-        calls: the names of the calls. A ``jit`` with shardings stays.
-        whole: those of calls that stay, with their operations ``inside``.
+        consts: the values of its constants; without values, they are the first inputs.
+        calls: the names of the calls. A ``jit`` with shardings is kept.
+        whole: the names of calls that are kept, with their operations ``inside``.
     """
     graph = Graph([], [], [])
     values = graph._start(jaxpr, consts)
@@ -321,18 +321,18 @@ def inlined_branch(
     calls: Collection[str],
     whole: Collection[str] = (),
 ) -> tuple[Graph, list[Value]]:
-    """Operations, in which a branch takes the place of its ``cond``, as a program of its own.
+    """A program of operations in which a branch replaces its ``cond``.
 
     Args:
-        operations: of a graph, in order.
+        operations: the operations of a graph, in order.
         op: one of them, a ``cond``.
-        number: that of the branch.
-        results: of these operations, those that the program is to have.
+        number: the index of the branch.
+        results: the results of the program.
         calls: as in :func:`inlined`.
         whole: as in :func:`inlined`.
 
     Returns:
-        The program, and what its inputs are outside.
+        The program, and the outer values of its inputs.
     """
     graph, outside, within = Graph([], [], []), list[Value](), dict[Value, Value]()
 
@@ -372,7 +372,7 @@ class _Inliner:
         self._call: Any = None
 
     def add(self, jaxpr: Any, values: dict[Any, Value]) -> list[Value]:
-        """Adds a jaxpr, of which the values of inputs and constants are known; its results."""
+        """Adds a jaxpr whose input and constant values are known; returns its results."""
         for eqn in jaxpr.eqns:
             ins, name = [_value(v, values) for v in eqn.invars], name_of(eqn)
             if name in self.calls and not has_shardings(eqn):
@@ -385,7 +385,7 @@ class _Inliner:
         return [_value(v, values) for v in jaxpr.outvars]
 
     def append(self, name: str, eqn: Any, ins: list[Value], jaxpr: Any) -> list[Value]:
-        """Adds an equation on values of this graph, unless its results are known; its results."""
+        """Adds an equation on values of this graph, unless its results are known; returns them."""
         return _plain_again(name, ins) or self._append(name, eqn, ins, jaxpr)
 
     def _inside(self, inliner: "_Inliner", eqn: Any, ins: list[Value]) -> list[Value]:
@@ -412,13 +412,13 @@ class _Inliner:
 
 
 def _plain_again(name: str, ins: list[Value]) -> list[Value] | None:
-    """Row ids that were protected for a moment are the ids again."""
+    """Removes pairs of operations that protect and unprotect row ids."""
     maker = ins[0].maker if name == "rows_plain" else None
     return maker.ins if maker is not None and maker.name == "rows_protect" else None
 
 
 def _key(name: str, eqn: Any, ins: list[Value]) -> Any:
-    """Equal for equations with equal results; None where there is no need to look for them."""
+    """Equal for equations with equal results; None where duplicates are not searched."""
     if name != "rows_plain" and any(v.aval.shape for v in eqn.outvars):
         return None
     key = name, tuple((k, _hashable(p)) for k, p in eqn.params.items()), *(v.key for v in ins)

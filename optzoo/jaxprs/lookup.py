@@ -1,4 +1,4 @@
-"""The primitive of :func:`optzoo.lookup`: by it, the lookups of a loss are found in its jaxpr."""
+"""The primitive of :func:`optzoo.lookup`, by which lookups are found in the jaxpr of a loss."""
 
 import functools
 from typing import Any
@@ -25,15 +25,17 @@ def bind_lookup(
     in_lines: tuple[int, ...] | None = None,
     spec: PartitionSpec | None = None,
 ) -> Array:
-    """The rows of a table; one equation in a jaxpr.
+    """The rows of a table, as one equation in a jaxpr.
 
     Args:
-        table: an array; its first axis after the batch axes is that of the rows.
-        ids: integers, after the batch axes of any shape.
-        batch_dims: how many leading axes table and ids share, each pair with its own lookup.
-        shard: of which sharded table these are the rows of this device; its gradient knows it.
-        in_lines: the shape of the table if the array is that of its lines (``core/lines.py``).
-        spec: how the rows are divided; None for as the ids, and as the rows of the table.
+        table: an array whose first axis after the batch axes is the axis of rows.
+        ids: integers, of any shape after the batch axes.
+        batch_dims: the number of leading axes that table and ids share; each pair is a lookup of
+            its own.
+        shard: the sharded table of which these are the rows of this device, for its gradient.
+        in_lines: the shape of the table if the array is its lines (``core/lines.py``).
+        spec: the partition spec of the rows; None to divide them like the ids and the rows of the
+            table.
     """
     ids = ids.astype(canonicalize_dtype(promote_types(ids.dtype, jnp.int32)))
     return _lookup_p.bind(
@@ -47,7 +49,7 @@ def is_lookup(op: Operation) -> bool:
 
 
 def shape_of_table(op: Operation) -> tuple[int, ...]:
-    """The shape of the table that a lookup reads."""
+    """The shape of the table of a lookup."""
     return op.params["in_lines"] or op.ins[0].shape
 
 

@@ -42,7 +42,7 @@ class Loss(NamedTuple):
     rebuild: Callable[[Sequence[Any]], tuple[Any, Any]]  # of arrays the value and auxiliary data
 
     def dense_tables(self) -> list[tuple[int, str]]:
-        """The leaves of which rows are read and whose gradient is dense, with the reasons."""
+        """The leaves whose rows are read but whose gradient is dense, with the reasons."""
         has_taps, inputs = {found.leaf for found in self.lookups}, self.of_value.inputs
         reasons = [
             (i, why_dense(self.of_value, inputs[i], i in has_taps, i in self.gathers))
@@ -52,15 +52,15 @@ class Loss(NamedTuple):
         return [(i, reason) for i, reason in reasons if reason]
 
     def use_of(self, leaf: int) -> str:
-        """An operation that uses a leaf otherwise than by taps, with its line."""
+        """An operation that uses a leaf other than by taps, with its line."""
         return first_use(self.of_value, self.of_value.inputs[leaf])
 
     def reads(self) -> list[bool]:
-        """For each leaf whether anything reads it in another way than by taps."""
+        """For each leaf, whether it is read other than by taps."""
         return used_inputs(self.closed.jaxpr)[: len(self.uses)]
 
     def ids(self, flat: Sequence[Array]) -> dict[int, Array]:
-        """By each leaf whose rows are elsewhere the ids of all its lookups, one after another."""
+        """For each leaf whose rows are read elsewhere, the concatenated ids of all its lookups."""
         found = self._ids(flat, _zeros(flat, self.lookups))
         ids = {i: [jnp.zeros(0, jnp.int32)] for i in sorted(self.elsewhere)}
         for lookup, each in zip(self.lookups, found, strict=True):
@@ -69,7 +69,7 @@ class Loss(NamedTuple):
         return {i: jnp.concatenate(parts[len(parts) > 1 :]) for i, parts in ids.items()}
 
     def ids_depend_on_rows(self, flat: Sequence[Array]) -> bool:
-        """Whether the ids of a lookup of a leaf whose rows are elsewhere depend on any rows."""
+        """Whether the ids of lookups whose rows are read elsewhere depend on rows."""
 
         def ids(taps):
             pairs = zip(self.lookups, self._ids(flat, taps), strict=True)
@@ -84,11 +84,11 @@ class Loss(NamedTuple):
     def differentiate(
         self, flat: Sequence[Array], rows: Mapping[int, Array] | None = None
     ) -> Gradients:
-        """The loss and its gradients, also of the rows that are given.
+        """The loss and its gradients, also with respect to the given rows.
 
         Args:
             flat: the leaves.
-            rows: by each leaf whose rows are elsewhere those of its ids, as :meth:`ids` gives them.
+            rows: for each leaf whose rows are read elsewhere, the rows of the ids of :meth:`ids`.
         """
 
         def tapped(leaves, taps):
@@ -124,7 +124,7 @@ class Loss(NamedTuple):
         return Gradients(value, aux, of_leaves, given)
 
     def _taps(self, flat: Sequence[Array], rows: Mapping[int, Array]) -> list[Array]:
-        """For each lookup its rows, of those given for all lookups of its leaf; or zeros."""
+        """For each lookup, its rows among those of all lookups of its leaf; or zeros."""
         taps, start = _zeros(flat, self.lookups), dict.fromkeys(rows, 0)
         for k, lookup in enumerate(self.lookups):
             if lookup.leaf in rows:
@@ -154,7 +154,7 @@ class TracedLoss(NamedTuple):
     def gathered(self) -> set[int]:
         """The leaves that may be read by gathers of whole rows.
 
-        Others of their shape, or what is computed from them, may be what is read.
+        This is an upper bound: the read array may be another one of this shape.
         """
         ops = (visit.operation for visit in self.graph.walk({*Kind}))
         shapes = {op.ins[0].shape for op in ops if row_gather(op) is not None}
@@ -164,8 +164,8 @@ class TracedLoss(NamedTuple):
         """The loss with taps for its lookups.
 
         Args:
-            elsewhere: the positions of leaves that are not read: their rows are given later.
-            gathers: those of leaves of which gathers of rows are lookups too.
+            elsewhere: the indices of leaves that are not read: their rows are given later.
+            gathers: the indices of leaves whose gathers of rows are lookups, too.
         """
         elsewhere, gathers = frozenset(elsewhere), frozenset(gathers)
         closed, flat, plan = self.closed, self.flat, _plan(self.graph, self.flat, gathers)
@@ -189,7 +189,7 @@ def trace_loss(
     """Traces a loss.
 
     Args:
-        call: gives the value and the auxiliary data for the leaves.
+        call: a function of the leaves that returns the value and the auxiliary data.
         flat: the leaves.
     """
     structure: list[Any] = []
@@ -218,7 +218,7 @@ def trace_loss(
 
 
 def _plan(graph: Graph, flat: Sequence[Any], gathers: Collection[int]) -> taps_of.TapPlan:
-    """The taps of a loss of the leaves; those without a gradient have none."""
+    """The taps of a loss of the leaves; leaves without a gradient have none."""
     of_leaf = lambda i, x: taps_of.FromLeaf(i, i in gathers) if _is_inexact(x) else None
     return taps_of.plan_taps(graph, list(map(of_leaf, range(len(flat)), flat)))
 
@@ -230,12 +230,12 @@ def _is_inexact(x: Any) -> bool:
 def _copies(
     flat: Sequence[Array], lookups: Sequence[taps_of.Lookup], elsewhere: frozenset[int]
 ) -> dict[int, Array]:
-    """By their positions the leaves that are looked up, and read."""
+    """The leaves that are looked up and read, by their indices."""
     return {i: flat[i] for i in sorted({found.leaf for found in lookups} - elsewhere)}
 
 
 def _zeros(flat: Sequence[Array], lookups: Sequence[taps_of.Lookup]) -> list[Array]:
-    """The taps."""
+    """Taps of zeros."""
     # zeros_like keeps the type inside shard_map: along which axes the table varies.
     zeros = lambda table, found: jnp.zeros_like(table, shape=found.rows)
     tap = lambda table, found: placed(zeros(table, found), mesh_of(table), found.spec)

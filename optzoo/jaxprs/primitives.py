@@ -1,6 +1,6 @@
-"""The primitives of JAX, and what each does to the axes of its operands: the one table.
+"""The table of the primitives of JAX, with their effect on the axes of operands.
 
-They are known by their names, for not every version of JAX has all of them.
+They are identified by name, since not every version of JAX has all of them.
 """
 
 import enum
@@ -10,10 +10,10 @@ from ..core.marks import mark_of
 
 
 class Kind(enum.Enum):
-    """What a primitive does to the axes of its operands."""
+    """The effect of a primitive on the axes of its operands."""
 
-    SAME = "each result is the operand at its position"
-    ELEMENTWISE = "each element is computed from the elements at its place in the operands"
+    SAME = "each result equals the operand at its position"
+    ELEMENTWISE = "each element is computed from the elements at the same position of the operands"
     MOVE = "the elements of one operand in a shape with other axes of length 1, or repeated"
     REDUCE = "some axes are lost"
     AXES = "one axis may be treated unlike the others; if it is lost, the result shows it"
@@ -107,10 +107,10 @@ _FUNCTIONS = {
 
 
 def name_of(eqn: Any) -> str:
-    """The name of the primitive of an equation, or that of its mark (``core/marks.py``)."""
+    """The name of the primitive of an equation, or of its mark (``core/marks.py``)."""
     return mark_of(eqn) or eqn.primitive.name
 
 
 def function_of(name: str) -> str:
-    """The public function of JAX that a primitive of this name is from, or the name."""
+    """The public JAX function of a primitive, or the name of the primitive."""
     return _FUNCTIONS.get(name, name)

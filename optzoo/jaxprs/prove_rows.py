@@ -1,10 +1,10 @@
-"""Finds the rows in the state of an optimizer, and proves that it treats each independently.
+"""Finds the rows in the state of an optimizer, and verifies that it treats each independently.
 
-The optimizer is traced, abstractly, on tables whose numbers of rows are sizes that occur nowhere
-else: primes, so that no product of other sizes equals one. So the shapes alone tell which arrays
-have rows, in loops and branches too. If every operation on such arrays makes its ``i``-th rows of
-nothing but the ``i``-th rows of its operands, no row depends on another. A second trace with other
-numbers of rows must give the same program: so no row depends on how many there are.
+The optimizer is traced, abstractly, on tables whose numbers of rows are primes that occur nowhere
+else, and that equal no product of other sizes. Shapes then show which arrays have rows, also in
+loops and branches. If every operation computes its ``i``-th rows only from the ``i``-th rows of its
+operands, no row depends on another. A second trace with other numbers of rows must give the same
+program, so that no row depends on the number of rows.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _DEFERRING = optax.MultiStepsState, optax.ApplyEvery, optax.LookaheadState, opta
 
 
 class RowsOfState(NamedTuple):
-    """Which leaves of a state hold a row for each row of a table."""
+    """The leaves of a state with a row for each row of a table."""
 
     state_def: Any  # the tree structure of the state
     owners: list[int | None]  # for each of its leaves the position of the gradient of its rows
@@ -43,19 +43,19 @@ def rows_of_state(
     *,
     check: bool = True,
 ) -> RowsOfState:
-    """Finds the rows in the state of an optimizer, and proves that it treats each independently.
+    """Finds the rows in the state of an optimizer, and verifies that it treats each independently.
 
     Args:
         inner: the optimizer.
-        updates: its gradients, of which some are SparseRows.
+        updates: its gradients, some of which are SparseRows.
         state: its state.
         params: its parameters or None.
-        extra_args: of its update.
-        check: whether to prove it; otherwise only ``inner.init`` is traced.
+        extra_args: extra args of its update.
+        check: whether to verify it; otherwise only ``inner.init`` is traced.
 
     Raises:
-        ValueError: if the optimizer is not row-wise, or if a primitive is unknown to the check; in
-            any case if an array of the state has rows elsewhere than in axis 0.
+        ValueError: if the optimizer is not row-wise, or if the check does not support a primitive;
+            also without the check, if an array of the state has rows in an axis other than 0.
     """
     if check:
         _refuse_deferring(state)
@@ -79,14 +79,14 @@ def rows_of_state(
 def _refuse_deferring(state: Any) -> None:
     defers = lambda s: isinstance(s, _DEFERRING)
     for part in filter(defers, jax.tree.leaves(state, is_leaf=defers)):
-        raise NotRowWise(f"{type(part).__name__} lets a gradient act on its row in a later step")
+        raise NotRowWise(f"{type(part).__name__} applies a gradient to its row in a later step")
 
 
 # Abstract tables
 
 
 class _Tables(NamedTuple):
-    """Abstract gradients and parameters of which the tables have certain numbers of rows."""
+    """Abstract gradients and parameters, with tables of given numbers of rows."""
 
     updates: Any
     params: Any
@@ -98,7 +98,7 @@ class _Tables(NamedTuple):
 def _resized(
     updates: Any, params: Any, size: Callable[[SparseRows], int], taken: set[int]
 ) -> _Tables:
-    """Tables of about ``size``, whose numbers of rows are not in ``taken`` and are added to it."""
+    """Tables of about ``size`` rows, whose numbers are not in ``taken`` and are added to it."""
     given, treedef = flatten_with_path(updates, is_leaf=is_sparse_or_none)
     paths, gs = zip(*given, strict=True)
     num_rows = dict[int, int]()  # of each table, by its position
@@ -129,7 +129,7 @@ def _resized(
 
 
 def primes(start: int) -> Iterator[int]:
-    """The primes from ``start`` on."""
+    """The primes from ``start``."""
     return (p for p in itertools.count(start) if all(p % d for d in range(2, math.isqrt(p) + 1)))
 
 
@@ -137,7 +137,7 @@ def primes(start: int) -> Iterator[int]:
 
 
 def _init(inner: optax.GradientTransformationExtraArgs, tables: _Tables) -> tuple[RowsOfState, Any]:
-    """Which leaves of the state have rows, and the abstract state."""
+    """The leaves of the state that have rows, and the abstract state."""
     with _annotate_errors(tables):
         state = jax.eval_shape(inner.init, tables.params)
     slots, state_def = flatten_with_path(state)
@@ -146,11 +146,11 @@ def _init(inner: optax.GradientTransformationExtraArgs, tables: _Tables) -> tupl
 
 
 def _owner(path: Any, shape: tuple[int, ...], tables: _Tables) -> int | None:
-    """The position of the gradient that has the rows of an array of the state."""
+    """The index of the gradient with the rows of an array of the state."""
     axes = [axis for axis, size in enumerate(shape) if size in tables.positions]
     if axes not in ([], [0]):
         name = path_name(path)
-        raise NotRowWise(f"its state '{name}' of shape {shape} has rows elsewhere than in axis 0")
+        raise NotRowWise(f"its state '{name}' of shape {shape} has rows in an axis other than 0")
     return tables.positions[shape[0]] if axes else None
 
 
@@ -163,7 +163,7 @@ def _operations_of_update(
     state: Any,
     extra_args: dict[str, Any],
 ) -> list[Any]:
-    """The operations of the update in turn; raises unless it is row-wise."""
+    """The operations of the update in order; raises an error unless it is row-wise."""
     update = lambda g, s, x: inner.update(g, s, x, **extra_args)
     params = tables.params if tables.has_params else None
     with _annotate_errors(tables):
@@ -179,16 +179,18 @@ def _operations_of_update(
 
 
 def check_shapes(before: Any, after: Any, names: dict[int, str]) -> None:
-    """Raises unless arrays with rows have the same shape in a tree of results."""
+    """Raises an error unless arrays with rows have the same shapes in a tree of results."""
     is_none = lambda a: a is None
     leaves, treedef = jax.tree.flatten(before, is_leaf=is_none)
     for old, new in zip(leaves, treedef.flatten_up_to(after), strict=True):
         if old is not None and row_axes(old, names) and old.shape != new.shape:
-            raise NotRowWise(f"it makes an array of shape {new.shape} of one of shape {old.shape}")
+            raise NotRowWise(
+                f"it returns an array of shape {new.shape} for one of shape {old.shape}"
+            )
 
 
 def check_operation(op: Operation, names: dict[int, str], line: str, rows: str = "rows") -> None:
-    """Raises unless each row of the results comes from the same rows of the operands."""
+    """Raises an error unless each row of the results depends only on the same rows of operands."""
     operands = [size for v in op.ins for size in row_axes(v, names)]
     results = [row_axes(v, names) for v in op.outs]
     sizes = [*operands, *itertools.chain(*results)]
@@ -196,11 +198,10 @@ def check_operation(op: Operation, names: dict[int, str], line: str, rows: str =
         return
     rows = f"the {rows} of parameter '{names[sizes[0]]}'"
     if any(row_axes(v, names) for v in op.ins if v.literal is not None):
-        raise NotRowWise(f"it holds a constant with {rows}")
+        raise NotRowWise(f"it has a constant with {rows}")
     if op.kind is None or op.kind is Kind.MAP:
         raise NotRowWise(
-            f"`{op.name}` ({line}) is unknown to its check, which cannot tell whether it mixes "
-            f"{rows}",
+            f"`{op.name}` ({line}) is not supported by its check, and may mix {rows}",
             _CHECK_HINT,
         )
     if not _is_row_wise(op, operands, results, names):
@@ -235,7 +236,7 @@ def _is_row_wise(
 
 
 def row_axes(a: Any, names: dict[int, str]) -> list[int]:
-    """The sizes of those axes of an array or value that are numbers of rows."""
+    """The sizes of the axes of an array or value that are numbers of rows."""
     return [size for size in a.shape if size in names]
 
 
@@ -250,7 +251,7 @@ _CHECK_HINT = (
 
 @contextlib.contextmanager
 def _annotate_errors(tables: _Tables) -> Iterator[None]:
-    """Adds to an error of the optimizer itself what it was called with."""
+    """Adds a note with the arguments to an error of the optimizer itself."""
     try:
         yield
     except Exception as error:

@@ -1,18 +1,19 @@
-"""Proves that an optimizer treats the rows of sharded tables as if they were not sharded.
+"""Verifies that an optimizer gives the same results for sharded and unsharded tables.
 
 The update is traced, abstractly, with tables and row-sparse gradients whose numbers of rows are
-primes that occur nowhere else, so that the shapes alone tell which arrays have rows.
+primes that occur nowhere else, so that shapes show which arrays have rows.
 
 In one round a device has all gradients of its rows. They may be used row by row, and in sums over
-all shards. What a device computes from its own rows alone, such as the norm of an array that knows
-nothing of the other shards, may be used for nothing else.
+all shards. Values that a device computes from its own rows only, such as the norm of its shard,
+must not be used otherwise.
 
-A device merges the rows of equal ids, of which others may have more. So what an optimizer does with
-rows before it merges them must be linear in them: then it does the same to their sums.
+A device merges rows with equal ids, of which other devices may have more. Operations of an
+optimizer on rows before merging must therefore be linear, so that they have the same effect on the
+sums.
 
-In several rounds, which come in turn, tables and slots may only be gathered and scattered by ids,
-so untouched rows do not change; and the gathered rows may only be used row by row, so no row, and
-nothing else, depends on which rows come in a round.
+In several rounds, tables and slots may only be gathered and scattered by ids, so that untouched
+rows do not change; and gathered rows may only be used row by row, so that no result depends on
+which rows arrive in a round.
 """
 
 import contextlib
@@ -34,16 +35,16 @@ from .primitives import CALLS, PLAIN_CALLS, Kind
 from .prove_rows import NotRowWise, check_operation, primes, row_axes
 
 _IN_ONE_ROUND = (
-    "Give sharded_minimize capacity_factor=None, for one round with room for any ids, or take an "
-    "optimizer that updates each touched row by itself, such as optzoo.lazy_adam, "
+    "Give sharded_minimize capacity_factor=None, for one round with capacity for any ids, or use "
+    "an optimizer that updates each touched row by itself, such as optzoo.lazy_adam, "
     "optzoo.caught_up(optzoo.adam(...)) or optzoo.on_rows(...)"
 )
 _BY_ROWS = (
-    "Take an optimizer that treats each row by itself, such as optzoo.lazy_adam, row_wise_lamb or "
-    "row_wise_lars; to clip, put optzoo.clip_by_global_norm or clip_by_norm before it, which count "
-    "all shards, and no optzoo.rows.densify or optzoo.rows.on_values"
+    "Use an optimizer that treats each row by itself, such as optzoo.lazy_adam, row_wise_lamb or "
+    "row_wise_lars. To clip, put optzoo.clip_by_global_norm or clip_by_norm before it, which "
+    "include all shards; do not use optzoo.rows.densify or optzoo.rows.on_values"
 )
-_MERGED = "Put optzoo.rows.coalesce() before it: it then sees merged rows on any number of devices"
+_MERGED = "Put optzoo.rows.coalesce() before it, which merges rows on any number of devices"
 
 
 class NotAlone(Exception):
@@ -75,12 +76,12 @@ def check_update(
     """The tables of which ``tx`` needs the sum of squares before the first of several rounds.
 
     The arguments are those of :func:`trace_update`, and two sets of tables: ``more_rows``, whose
-    updates may have more rows than the gradient, which move in the first round alone; and
-    ``merged``, whose rows of equal ids are merged before the update.
+    updates may have more rows than the gradient, which move in the first round only; and
+    ``merged``, whose rows with equal ids are merged before the update.
 
     Raises:
-        ValueError: if ``tx`` mixes the rows of a table in a way that is wrong for a shard, or, if
-            there may be several rounds, does not update each touched row by itself.
+        ValueError: if ``tx`` mixes the rows of a table in a way that is wrong for shards, or, with
+            several rounds, does not update each touched row by itself.
     """
     if about_of(tx).row_wise:
         return set()
@@ -134,12 +135,12 @@ def prove_in_cache(
     extra_args: Mapping[str, Any],
     more_rows: Set[str],
 ) -> None:
-    """Raises :class:`NotAlone` unless the updates of touched rows depend on these rows alone.
+    """Raises :class:`NotAlone` unless the updates of touched rows depend only on these rows.
 
-    Then a table of some of the rows, with all that are touched, has the same updates. Unlike in
-    :func:`prove_alone` a row may depend on all touched rows, such as on their norm. The arguments
-    are those of :func:`trace_update`, and the names of the tables whose updates may have more rows
-    than the gradient.
+    In this case a table with a subset of rows that includes all touched ones has the same updates.
+    Unlike in :func:`prove_alone`, a row may depend on all touched rows, such as on their norm. The
+    arguments are those of :func:`trace_update`, and the names of the tables whose updates may have
+    more rows than the gradient.
     """
     if about_of(tx).row_wise:
         return
@@ -154,7 +155,7 @@ def prove_in_cache(
 
 
 def _written(trace: Trace) -> Iterator[Any]:
-    """The operations of an update, with numbers; one that is that of the rows by its name."""
+    """The operations of an update, with their constants; operations on rows by their names."""
     is_int = lambda a: np.issubdtype(np.result_type(a), np.integer)
     known = lambda a: trace.whole.get(int(a), a) if is_int(a) else a
     for op, *_ in trace.graph.walk():
@@ -177,11 +178,11 @@ def trace_update(
     Args:
         tx: the optimizer.
         params: arrays or tracers, for their shapes.
-        tables: by the positions of the tables among the leaves of ``params`` their names.
-        extra_args: of the update.
-        shards: of those tables that are sharded, inside of ``shard_map`` over their axes.
-        listed: whether ids may repeat; each operation on rows is then one of the graph.
-        more: how many numbers of rows to leave out.
+        tables: the names of the tables, by their indices among the leaves of ``params``.
+        extra_args: extra args of the update.
+        shards: the shards of tables that are sharded, inside of ``shard_map`` over their axes.
+        listed: whether ids may repeat; each operation on rows is then one operation of the graph.
+        more: how many numbers of rows to skip.
     """
     leaves, treedef = jax.tree.leaves(params, is_leaf=is_lines), jax.tree.structure(params)
     taken = {d for x in leaves for d in x.shape}
@@ -229,7 +230,7 @@ def trace_update(
 def _check_alone(trace: Trace, more_rows: Set[str] = frozenset(), *, sums: bool = False) -> None:
     """Raises :class:`NotAlone` unless each touched row is updated by itself, and no other.
 
-    With ``sums`` it may depend on a sum over the touched rows.
+    With ``sums``, rows may depend on a sum over the touched rows.
     """
     if trace.moved:
         raise NotAlone(f"it moves all rows of table '{trace.moved[0]}'")
@@ -251,15 +252,17 @@ def _check_alone(trace: Trace, more_rows: Set[str] = frozenset(), *, sums: bool 
 
 
 def _check_shards(trace: Trace) -> None:
-    """Raises :class:`NotAlone` if something depends on the rows of one shard, and is no row."""
+    """Raises :class:`NotAlone` if a value other than rows depends on the rows of one shard."""
     names = trace.whole | trace.touched
     has_rows = lambda v: bool(row_axes(v, names))
 
     def is_mine(op: Operation, given: list[bool], top: Operation) -> Sequence[bool]:
-        """Which results are computed from the rows of one shard, and are no rows."""
+        """Which results are computed from the rows of one shard, without being rows."""
         if op.kind in CALLS:
             if op.turns in names:
-                raise NotAlone(f"`{op.name}` goes over the rows of a table ({top.line})")
+                raise NotAlone(
+                    f"`{op.name}` reduces or iterates over the rows of a table ({top.line})"
+                )
             if any(given):
                 raise NotAlone(_words(op, top))
             return given
@@ -277,7 +280,7 @@ def _check_shards(trace: Trace) -> None:
 
     results = trace.graph.spread([False] * len(trace.graph.inputs), is_mine)
     if any(found for k, found in enumerate(results) if k not in trace.of_tables):
-        raise NotAlone("an update or a part of the state depends on the rows of one shard alone")
+        raise NotAlone("an update or a part of the state depends on the rows of one shard only")
 
 
 # The order of rows does not matter to them; they lose the axis, or another one.
@@ -290,14 +293,14 @@ _OF_IDS = {*_LINEAR, "rows_protect", "rows_plain"}
 
 
 def _check_listed(trace: Trace) -> None:
-    """Raises :class:`NotAlone` unless it is the same to merge rows of equal ids before the update.
+    """Raises :class:`NotAlone` if merging rows with equal ids before the update changes results.
 
-    Until they are merged or added to an array, rows may be used linearly alone; and what has an
-    element for each of them may not be counted.
+    Until they are merged or added to an array, rows may only be used linearly, and values with an
+    element for each row must not be reduced.
     """
 
     def of_rows(op: Operation, given: list[bool], top: Operation) -> Sequence[bool]:
-        """Which results are linear in rows as they are listed."""
+        """Which results are linear in unmerged rows."""
         if op.name in _MERGES or (op.name in _ADDS and not any(given[:2])) or not any(given):
             return [False] * len(op.outs)
         is_linear = (
@@ -317,7 +320,7 @@ def _check_listed(trace: Trace) -> None:
         return [True] * len(op.outs)
 
     def of_ids(op: Operation, given: list[bool], top: Operation) -> Sequence[bool]:
-        """Which results have an element for each row that is listed."""
+        """Which results have an element for each unmerged row."""
         if op.name in _MERGES or op.name in WRITES - _ADDS or not any(given):
             return [False] * len(op.outs)
         if op.kind is Kind.SCATTER or op.name in _ADDS:
@@ -334,11 +337,11 @@ def _check_listed(trace: Trace) -> None:
         inputs = [k in listed for k in range(len(trace.graph.inputs))]
         results = trace.graph.spread(inputs, check)
         if any(found for k, found in enumerate(results) if k not in trace.of_tables):
-            raise NotAlone("an update or a part of the state depends on rows as they are listed")
+            raise NotAlone("an update or a part of the state depends on unmerged rows")
 
 
 def _is_zero_or(value: Value, is_listed: bool) -> bool:
-    """Whether it is linear in rows: it is known to be, or it is zero."""
+    """Whether a value is known to be linear in rows, or zero."""
     while (maker := value.maker) and (maker.kind in _KEEPS or maker.name in _LINEAR):
         value = maker.ins[0]
     return is_listed or (value.literal is not None and not np.any(value.literal))
@@ -347,15 +350,15 @@ def _is_zero_or(value: Value, is_listed: bool) -> bool:
 def _as_listed(op: Operation, top: Operation) -> str:
     at = f" ({top.line})" if top.line else ""  # none of what is inside of a function of JAX
     return (
-        f"`{op.name}` sees the rows of a gradient as they are listed{at}, but each device merges "
-        "those of equal ids first"
+        f"`{op.name}` uses the unmerged rows of a gradient{at}, but each device merges rows with "
+        "equal ids first"
     )
 
 
 def _words(op: Operation, top: Operation) -> str:
     return (
-        f"`{op.name}` uses what a device computes from the rows of its own shard alone, such as a "
-        f"norm ({top.line})"
+        f"`{op.name}` uses a value computed from the rows of one shard only, such as a norm "
+        f"({top.line})"
     )
 
 
@@ -367,7 +370,7 @@ def _check_rows(op: Operation, top: Operation, names: dict[int, str]) -> None:
 
 
 def _is_row_access(op: Operation) -> bool:
-    """Whether whole rows are gathered or scattered by a vector of ids."""
+    """Whether an operation gathers or scatters whole rows by a vector of ids."""
     if op.kind is Kind.GATHER:
         numbers = op.params["dimension_numbers"]
         return (numbers.collapsed_slice_dims, numbers.start_index_map) == ((0,), (0,))

@@ -1,4 +1,4 @@
-"""Which keyword arguments of an update are read."""
+"""Finds the keyword arguments that an update reads."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -15,9 +15,10 @@ _READS = "optzoo_reads"
 
 
 def note_reads(extra_args: Mapping[str, Any], reads: frozenset[str]) -> None:
-    """Notes the keywords that a transformation reads, given or not, for :func:`unread`.
+    """Records the keywords that a transformation reads, for :func:`unread`.
 
-    It is needed for those on which no result depends, such as the global step of a constant rate.
+    This is needed for keywords on which no result depends, such as the global step with a constant
+    rate.
     """
     note(extra_args, _READS, reads)
 
@@ -25,14 +26,14 @@ def note_reads(extra_args: Mapping[str, Any], reads: frozenset[str]) -> None:
 def unread(
     update: Callable[..., Any], extra_args: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """The given keywords that nothing in an update reads, and those that it is known to read.
+    """The given keywords that an update does not read, and those that it is known to read.
 
-    A keyword is read if a result depends on it, or if a transformation of this library notes it.
-    The update is traced once, which costs nothing at run time.
+    A keyword is read if a result depends on it, or if a transformation of this library records it.
+    The update is traced once, at no cost at run time.
 
     Args:
         update: ``update(**extra_args)`` returns a tree of arrays.
-        extra_args: trees of arrays, by keyword. One without arrays (None) is not looked for.
+        extra_args: trees of arrays, by keyword. Trees without arrays (None) are ignored.
     """
     notes = Notes()
     jaxpr = jax.make_jaxpr(lambda given: update(**given, **{_READS: notes}))(dict(extra_args))
@@ -47,12 +48,12 @@ def unread(
 
 
 def check_all_read(tx: Any, update: Callable[..., Any], extra_args: Mapping[str, Any]) -> None:
-    """Raises ``TypeError`` if nothing in a transformation reads one of the keywords given.
+    """Raises ``TypeError`` if a transformation does not read one of the given keywords.
 
     Args:
         tx: the transformation.
-        update: ``update(**extra_args)`` returns a tree of arrays. It is traced if it is not known
-            of ``tx`` what it reads.
+        update: ``update(**extra_args)`` returns a tree of arrays. It is traced if the keywords that
+            ``tx`` reads are unknown.
         extra_args: trees of arrays, by keyword.
     """
     reads, names = about_of(tx).reads, [k for k, v in extra_args.items() if jax.tree.leaves(v)]
@@ -68,5 +69,5 @@ def check_all_read(tx: Any, update: Callable[..., Any], extra_args: Mapping[str,
         near = difflib.get_close_matches(name, known, n=1)
         right = right_name(name) if right_name(name) != name else near[0] if near else None
         meant = f"; did you mean {right!r}?" if right else ""
-        read = f" What optzoo's transformations in it read: {', '.join(known)}" if known else ""
-        raise TypeError(f"nothing in this transformation reads {name!r}{meant}.{read}")
+        read = f" Keywords of the optzoo transformations in it: {', '.join(known)}" if known else ""
+        raise TypeError(f"this transformation does not use {name!r}{meant}.{read}")

@@ -1,10 +1,9 @@
-"""Runs an optimizer on shares of parameters, inside of ``shard_map``, as on the whole ones.
+"""Runs an optimizer on shares of parameters inside of ``shard_map``, with equal results.
 
-It is proved that each part of a parameter is computed from this part alone, but for sums over all
-parts, such as a norm, to which the sums of the other devices are added. The optimizer is traced,
-abstractly, on parameters in which the dimensions that are divided have sizes that occur nowhere
-else, as in ``prove_rows.py``: what is there a row is here the part at one index of such a
-dimension.
+It is verified that each part of a parameter is computed only from this part, except for sums over
+all parts, such as in a norm, to which the sums of the other devices are added. The optimizer is
+traced, abstractly, on parameters whose divided dimensions have sizes that occur nowhere else, as in
+``prove_rows.py``, with indices of such a dimension in place of rows.
 """
 
 import functools
@@ -22,7 +21,7 @@ from .prove_rows import NotRowWise, check_operation, check_shapes, primes, row_a
 
 
 class Shares(NamedTuple):
-    """What an update of shares does that depends on other shares."""
+    """The operations of an update of shares that depend on other shares."""
 
     operations: list[Any]  # the names and constants of all operations, those in calls included
     sums: set[int]  # which of those that are not in calls go over all parts
@@ -37,16 +36,16 @@ def prove_shares(
     taken: Set[int],
     kept: int = 0,
 ) -> Shares:
-    """Proves that ``f`` treats each part alone, but for sums; raises :class:`NotRowWise`.
+    """Verifies that ``f`` treats each part by itself except for sums; raises :class:`NotRowWise`.
 
     Args:
         f: the ``init`` or ``update`` of an optimizer.
-        make: ``make(resize)`` gives abstract arguments of ``f`` in which each dimension of a
-            parameter that is divided has the size ``resize(name, size)``.
-        axes: of a mesh, along which the types of shares vary.
-        number: of the shares, for what an optimizer chooses by size.
+        make: ``make(resize)`` returns abstract arguments of ``f`` in which each divided dimension
+            of a parameter has the size ``resize(name, size)``.
+        axes: the mesh axes over which the types of shares vary.
+        number: the number of shares, for choices of an optimizer by size.
         taken: all other sizes that occur.
-        kept: how many of the first arguments have the shapes of results.
+        kept: the number of leading arguments that have the shapes of results.
     """
     taken, found = {*taken}, []
     for divisor in (1, number):
@@ -77,7 +76,7 @@ def run_shares(f: Callable[..., Any], shares: Any, proved: Shares, axes: tuple[s
     """``f(*shares)`` on this device, with sums over all devices.
 
     Raises:
-        NotRowWise: if it does not do with them what was proved.
+        NotRowWise: if its operations on them differ from the verified ones.
     """
     graph, after = _traced(f, shares)
     if [*_written(graph)] != proved.operations:
@@ -102,7 +101,7 @@ def _traced(f: Callable[..., Any], arguments: Any) -> tuple[Graph, Any]:
 
 
 def _checked(f: Callable[..., Any], arguments: Any, names: dict[int, str]) -> tuple[Shares, Any]:
-    """What an abstract program does, and its results; raises if an operation may mix parts."""
+    """The operations and results of an abstract program; raises if an operation may mix parts."""
     graph, after = _traced(f, arguments)
     position = {op: i for i, op in enumerate(_changing(graph))}
     sums = {position[op] for op in position if _is_sum(op, names)}
@@ -117,7 +116,7 @@ def _checked(f: Callable[..., Any], arguments: Any, names: dict[int, str]) -> tu
 
 
 def _written(graph: Graph) -> Iterator[Any]:
-    """The names and the constants of all operations in turn that change values."""
+    """The names and the constants of all operations that change values, in order."""
     for op, *_ in graph.walk():
         if not _keeps(op):
             ins = map(_origin, op.ins)
@@ -140,7 +139,7 @@ def _keeps(op: Operation) -> bool:
 
 
 def _is_sum(op: Operation, names: dict[int, str]) -> bool:
-    """Whether it goes over all parts, and nothing of them is left in the result."""
+    """Whether an operation reduces over all parts, with no axis of parts in the result."""
     [x] = op.ins if op.name in _SUMS else [None]
     is_bool = x is not None and x.dtype == "bool"
     return bool(
@@ -165,7 +164,7 @@ _SUMS: dict[str, Callable[..., Any]] = {
 
 
 def _evaluated(op: Operation, known: Mapping[Value, Any]) -> Sequence[Any]:
-    """The results of an operation, whose operands may vary along fewer axes than when traced."""
+    """The results of an operation whose operands may vary over fewer axes than when traced."""
     values = [read(known, v) for v in op.ins]
     if op.name in ("pcast", "pvary"):
         return values

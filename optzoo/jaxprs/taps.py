@@ -1,9 +1,9 @@
 """Evaluates the jaxpr of a loss with a *tap* for each lookup: an array added to the rows.
 
 A tap of zeros changes no value, and its gradient is that of the rows. :func:`plan_taps` finds the
-lookups of the leaves of the parameters, and the gathers of rows that count as lookups;
-:func:`evaluate` adds the taps. A lookup in the body of another transformation takes its tap from
-outside, and gives its ids to the outside, through the arguments and results of that transformation.
+lookups of the leaves of the parameters, and the gathers of rows that are treated as lookups;
+:func:`evaluate` adds the taps. For a lookup in the body of another transformation, the tap is an
+additional argument and the ids are an additional result of that transformation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ from .primitives import function_of
 
 
 class FromLeaf(NamedTuple):
-    """What a value is: a leaf of the parameters, or a cast of one."""
+    """A value that is a leaf of the parameters, or a cast of one."""
 
     leaf: int  # its position
     gathers: bool = False  # whether gathers of its rows are lookups
@@ -34,7 +34,7 @@ class FromLeaf(NamedTuple):
     places: tuple[Operation, ...] = ()  # which change the sharding, in turn
 
     def of_copy(self, copy: Array) -> Array:
-        """A copy of the leaf, sharded as the value is."""
+        """A copy of the leaf, sharded like the value."""
         for op in self.places:
             [copy] = op.evaluate([copy])
         return copy
@@ -58,7 +58,7 @@ class Lookup(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """An operation that has to do with tables."""
+    """An operation with tables as operands."""
 
     lookups: list[Lookup]
     results: list[FromLeaf | None]  # which of the outputs are tables
@@ -66,7 +66,7 @@ class _Step(NamedTuple):
 
 
 class TapPlan(NamedTuple):
-    """Where a program, with the bodies inside of it, has lookups that get taps."""
+    """The lookups that get taps, in a program and its inner bodies."""
 
     graph: Graph
     steps: dict[Operation, _Step]
@@ -74,12 +74,12 @@ class TapPlan(NamedTuple):
 
     @property
     def lookups(self) -> list[Lookup]:
-        """In the order of the taps."""
+        """The lookups, in the order of the taps."""
         return [found for step in self.steps.values() for found in step.lookups]
 
 
 def plan_taps(graph: Graph, tables: Sequence[FromLeaf | None]) -> TapPlan:
-    """Finds the lookups; ``tables`` says which inputs of the program are tables."""
+    """Finds the lookups; ``tables`` marks the inputs of the program that are tables."""
     known = {v: table for v, table in zip(graph.inputs, tables, strict=True) if table}
     steps = {}
     for op in graph.operations:
@@ -100,11 +100,12 @@ def evaluate(
     """The outputs of a program, and the ids of each lookup.
 
     Args:
-        plan: of the program.
+        plan: the plan of the program.
         values: its inputs.
-        copies: by their positions the leaves that are looked up: a lookup with a tap reads these,
-            so that it does not depend on the inputs. If a leaf is not there, nothing is read.
-        taps: for each lookup what to add to its rows; or the rows themselves if nothing is read.
+        copies: the leaves that are looked up, by index. A lookup with a tap reads these copies, so
+            that it does not depend on the inputs. Leaves without a copy are not read.
+        taps: for each lookup, an array to add to its rows; or the rows themselves if the leaf is
+            not read.
     """
     known, ids = dict(zip(plan.graph.inputs, values, strict=True)), list[Array]()
     for op in plan.graph.operations:
@@ -177,10 +178,10 @@ def _of_gather(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:
 def _check_varying(rows: Array, table: Array) -> None:
     if axes := varying(rows) - varying(table):
         raise ValueError(
-            f"the ids differ along the mesh axes {sorted(axes)} but the table does not: its "
-            "gradient would be a sum over replicas, which rows cannot express. Make the table "
-            "varying with jax.lax.pcast(table, axes, to='varying') and aggregate its rows, "
-            "or use shard_map(..., check_vma=False)"
+            f"the ids vary over the mesh axes {sorted(axes)}, but the table does not: its "
+            "gradient would be a sum over replicas, which rows cannot represent. Make the table "
+            "varying with jax.lax.pcast(table, axes, to='varying') and aggregate its rows, or "
+            "use shard_map(..., check_vma=False)"
         )
 
 
@@ -300,7 +301,7 @@ def _of_cond(op: Operation, inputs: list[FromLeaf | None]) -> _Step | None:
 
 
 def _of_plans(copies: Mapping[int, Array], *plans: TapPlan) -> dict[int, Array]:
-    """The tables that the lookups of some plans read."""
+    """The tables of the lookups of several plans."""
     leaves = {found.leaf for plan in plans for found in plan.lookups}
     return {leaf: copies[leaf] for leaf in sorted(leaves & copies.keys())}
 

@@ -1,7 +1,7 @@
 """Gathers of 16-bit rows whose gradients are summed in float32.
 
-The transposition of a gather adds the gradients of the rows in their dtype: of 1,000 ones in
-bfloat16 it makes 256.
+The transposition of a gather adds the gradients of rows in their dtype: the sum of 1,000 ones in
+bfloat16 is 256.
 """
 
 from collections.abc import Collection
@@ -19,7 +19,7 @@ def with_wide_sums(closed: Any, shapes: Collection[tuple[int, ...]]) -> Any:
 
     Args:
         closed: the jaxpr.
-        shapes: of the tables, which it may read in 16 bits.
+        shapes: the shapes of tables, which may be read in 16 bits.
     """
 
     def widen(eqn):

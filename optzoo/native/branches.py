@@ -1,4 +1,4 @@
-"""The branches of a program, each divided into native calls and the rest."""
+"""Divides the branches of a program into native calls and operations of XLA."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -18,16 +18,16 @@ _OF_ROWS = {*WRITES, *DISTINCT, "rows_gather", "rows_plain", "rows_protect"}
 
 
 class Branches(Operation):
-    """A ``cond`` whose branches are divided, with the operations that they took over.
+    """A ``cond`` with divided branches, and the operations that moved into them.
 
     Args:
         op: the ``cond``.
-        moved: the operations that the branches take over, and itself, in order.
-        outs: those of their results that are needed elsewhere.
-        divide: gives the division of a branch: of a program, with those of its inputs that its
-            results replace, and those of them that may be overwritten.
-        kept: by values that the program around it replaces those that replace them.
-        in_place: those of them that may be overwritten.
+        moved: the operations that move into the branches, and the ``cond``, in order.
+        outs: the results that are needed elsewhere.
+        divide: returns the division of a branch, given its program, the inputs that its results
+            replace, and the inputs that may be overwritten.
+        kept: the replacements of values by the outer program.
+        in_place: the replaced values that may be overwritten.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Branches(Operation):
 
     @property
     def reasons(self) -> dict[Value, Unsupported]:
-        """Why results are not made by native calls."""
+        """Reasons for results that are not made by native calls."""
         found = dict[Value, Unsupported]()
         for program, division in zip(self.programs, self.divisions, strict=True):
             for v, result in zip(self.outs, program.results, strict=True):
@@ -71,7 +71,7 @@ class Branches(Operation):
         return found
 
     def run(self, known: dict[Value, Any]) -> None:
-        """Computes the results from what is known, and adds them."""
+        """Computes the results from known values, and adds them."""
 
         def branch(program, nodes):
             def run(*values):
@@ -95,14 +95,14 @@ def divide_branches(
     divide: Callable[[Graph, Mapping[Value, Value], Collection[Value]], Any],
     report: Callable[[Value, Unsupported], None],
 ) -> Graph:
-    """The program with :class:`Branches` in the place of each ``cond`` that has native calls.
+    """The program with :class:`Branches` in place of each ``cond`` with native calls.
 
     Args:
         program: a step, or a branch in it.
         kept: as in :class:`Branches`.
         in_place: as in :class:`Branches`.
         divide: as in :class:`Branches`.
-        report: gets results of branches that are not made by native calls, with the reason.
+        report: called with results of branches that are not made by native calls, and the reason.
     """
     for op in program.operations:
         if op.kind is not Kind.BRANCH:
@@ -124,10 +124,10 @@ def divide_branches(
 
 
 def _moved(program: Graph, op: Operation) -> list[Operation]:
-    """A ``cond`` and what its branches can do beside, in order.
+    """A ``cond`` and the operations that can move into its branches, in order.
 
-    They take over what comes later, if they have all that it needs and only results of the program
-    leave it, and what comes before for them alone.
+    A later operation can move if the branches have all its operands and its results are results of
+    the program; an earlier one if only the branches use it.
     """
     after, results, readers = program.depending(op.outs), {*program.results}, program.readers()
     others = {each for each in program.operations if _is_movable(each)}

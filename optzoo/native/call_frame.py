@@ -1,7 +1,7 @@
-"""The structures by which XLA calls a native function, and the check that they are those of jaxlib.
+"""The structures of XLA's calls of native functions, and a check that they match jaxlib.
 
-XLA promises to support a version of its FFI for a year. The structures are in its header
-``xla/ffi/api/c_api.h``, which jaxlib installs, and are written out here as far as they are used.
+XLA guarantees to support a version of its FFI for a year. The structures are in its header
+``xla/ffi/api/c_api.h``, which jaxlib installs, and are declared here as far as they are used.
 """
 
 import ctypes
@@ -39,7 +39,7 @@ class Metadata(ctypes.Structure):
 
 
 class MetadataExtension(ctypes.Structure):
-    """``XLA_FFI_Metadata_Extension``: with it XLA asks a function for its version."""
+    """``XLA_FFI_Metadata_Extension``, by which XLA requests the version of a function."""
 
     _fields_ = [("extension_base", Extension), ("metadata", _Pointer)]
 
@@ -162,12 +162,12 @@ _KINDS: dict[str, Any] = {
 
 
 class UnknownInterfaceError(RuntimeError):
-    """The FFI of the installed jaxlib is not the one that is known here."""
+    """The FFI of the installed jaxlib has an unknown version."""
 
 
 @functools.cache
 def version_of_jaxlib() -> tuple[int, int]:
-    """The version of the FFI of the installed jaxlib, of which all structures were checked.
+    """The version of the FFI of the installed jaxlib, after a check of all structures.
 
     Raises:
         UnknownInterfaceError: if its header is missing or has other structures.
@@ -181,7 +181,7 @@ def version_of_jaxlib() -> tuple[int, int]:
 
 
 def check_header(text: str) -> tuple[int, int]:
-    """The version in a header; raises unless it has the structures above."""
+    """The version in a header; raises an error unless it has the structures above."""
     text = re.sub(r"//[^\n]*", "", text)
     text = re.sub(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\)", r"void* \1", text)
     for name, struct in _STRUCTS.items():
@@ -228,7 +228,7 @@ def _kind(c_type: str) -> Any:
 def call_as_xla(place: int, args: list[Any], rets: list[Any], **fields: Any) -> None:
     """Calls the function at an address with NumPy arrays, as XLA would.
 
-    There are no other threads, unless ``fields`` of the call frame name a pool.
+    There are no other threads, unless ``fields`` of the call frame set a pool.
     """
     kept: list[Any] = []
 
@@ -248,7 +248,7 @@ def call_as_xla(place: int, args: list[Any], rets: list[Any], **fields: Any) -> 
 
 
 def metadata_of(place: int) -> tuple[int, int]:
-    """The version of the FFI that the function at an address answers XLA."""
+    """The FFI version that the function at an address returns to XLA."""
     metadata = Metadata(ctypes.sizeof(Metadata))
     size = ctypes.sizeof(MetadataExtension)
     base = Extension(ctypes.sizeof(Extension), 1, None)

@@ -1,7 +1,7 @@
-"""Native calls in a program of JAX: one primitive, which knows the operations it stands for.
+"""Native calls in a JAX program: one primitive, which contains the operations that it replaces.
 
-On a CPU it is lowered to a call of the native function, and on a TPU rows are lowered to a Pallas
-kernel. Elsewhere, under ``vmap`` and in derivatives, it is the operations themselves.
+On CPUs it is lowered to a call of the native function, on TPUs rows are lowered to a Pallas kernel.
+Otherwise, under ``vmap`` and in derivatives, it is lowered to the operations.
 """
 
 import functools
@@ -29,7 +29,7 @@ from .scratch import of_rows, of_sums
 
 
 class Call:
-    """One native call: some rows, or leaves, or sums, that share their operations and scalars.
+    """One native call for rows, leaves or sums that share their operations and scalars.
 
     Args:
         parts: the rows, the leaves or the sums.
@@ -50,12 +50,12 @@ class Call:
 
     @property
     def tables(self) -> dict[int, int]:
-        """By the positions of outputs that are tables with other rows those of the inputs."""
+        """For outputs that are tables with changed rows, the inputs that they replace, by index."""
         is_rows = isinstance(self.parts[0], RowsGroup)
         return {o: i for i, o in self.aliases.items()} if is_rows else {}
 
     def run(self, known: dict[Value, Any]) -> None:
-        """Computes the outputs from what is known, and adds them."""
+        """Computes the outputs from known values, and adds them."""
         args = [jnp.asarray(known[v] if v.literal is None else v.literal) for v in self.ins]
         known.update(zip(self.outs, _native_p.bind(*args, call=self), strict=True))
 
@@ -67,7 +67,7 @@ class Call:
         return tuple(known[v] for v in self.outs)
 
     def on_cpu(self, ctx: Any) -> Callable[..., tuple[Array, ...]]:
-        """The function for CPUs, in a program that is lowered."""
+        """The function for CPUs, in a lowered program."""
         if reason := problem():
             return self._without(reason)
         is_divided, first = number_of_partitions(ctx) > 1, self.parts[0]
@@ -88,7 +88,7 @@ class Call:
         return lambda *args: f(*(jnp.reshape(x, ()) for x in args[:ns]), *args[ns:])
 
     def on_tpu(self, ctx: Any) -> Callable[..., tuple[Array, ...]]:
-        """The function for TPUs, of which XLA makes one loop for each other leaf by itself."""
+        """The function for TPUs; for other leaves XLA makes one loop each."""
         first = self.parts[0]
         has_kernel = isinstance(first, RowsGroup) or _has_codes(first)
         if number_of_partitions(ctx) > 1:
@@ -124,7 +124,7 @@ class Call:
         return call
 
     def _without(self, reason: str) -> Callable[..., tuple[Array, ...]]:
-        """The operations themselves, where native code for CPUs cannot run."""
+        """The operations themselves, if native code for CPUs cannot run."""
         if self.required:
             raise RuntimeError(f"native code is required: {reason}")
         warn_once(reason)
@@ -132,7 +132,7 @@ class Call:
 
     @functools.cached_property
     def name(self) -> str:
-        """That of the native function for CPUs, which is compiled."""
+        """The name of the compiled native function for CPUs."""
         from . import machine
         from .call_frame import version_of_jaxlib
         from .leaf_kernel import leaf_kernel
@@ -168,12 +168,12 @@ class Call:
 
 
 def _in_groups(part: Group) -> bool:
-    """Whether some arrays of leaves have one element for each group of those of others."""
+    """Whether some arrays of leaves have one element for each group of elements of others."""
     return isinstance(part, LeafGroup) and part.length > 0
 
 
 def _has_codes(part: Group) -> bool:
-    """Whether these groups are slots in 8 bits that share a scale, not rows."""
+    """Whether the groups share a scale of 8-bit slots, rather than being rows."""
     return _in_groups(part) and all(
         op.ins[0].dtype == "int32" for op in reductions(part.operations)
     )
@@ -187,7 +187,7 @@ def _types(*avals: Any, call: Call) -> list[Any] | None:
 def _check_plain(where: str, call: Call) -> None:
     if call.required:
         raise RuntimeError(
-            f"native code is required, but XLA computes the update {where}: native code is for "
+            f"native code is required, but XLA computes the update {where}: native code supports "
             "CPUs and TPUs, outside of vmap and derivatives"
         )
 

@@ -1,22 +1,22 @@
-"""Proves that the loop over the rows of a group computes what the operations of the group say.
+"""Verifies that the loop over the rows of a group computes the operations of the group.
 
-The loop takes one id after the other. For each it computes, in this order,
+The loop processes one id after the other. For each id it computes, in this order,
 
-1. what has one element in a row, and is a reduction of the row or a part of it (``kept``);
-2. element by element, or group of elements by group, what has several elements in a row; all new
-   elements of a turn are computed before any of them is written;
-3. what else has one element in a row.
+1. values with one element per row that are reductions of the row or a part of it (``kept``);
+2. values with several elements per row, by element or by group of elements; all new elements of a
+   turn are computed before any of them is written;
+3. all other values with one element per row.
 
-An element of a value is computed from elements of the operands, and so on back to memory. That is
-right if each of these is at hand:
+An element of a value is computed from elements of the operands, and so on back to memory. The loop
+is correct if all these elements are available:
 
-- of an array that nothing writes, any element;
-- of a table, and of what is kept, an element of this row;
+- of an array that is not written, any element;
+- of a table, and of kept values, an element of this row;
 - of a table that turns write, the elements that the same turn writes;
-- of what is kept of a group of elements, an element of this group.
+- of kept values of a group of elements, an element of this group.
 
-Here each element is followed back to memory with an index of which it is known what it stands for.
-What is not on this list is refused.
+The checker follows each element back to memory with a symbolic index, and refuses all other
+accesses.
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ from .rows_groups import Part, RowsGroup
 
 @dataclasses.dataclass(frozen=True)
 class At:
-    """The place of an element on an axis: ``start``, and what counts ``size`` places from there."""
+    """The position of an element on an axis: ``start``, and an index over ``size`` positions."""
 
     what: object = None
     size: int = 1
     start: int = 0
 
     def moved(self, by: int) -> "At":
-        """The place ``by`` elements later."""
+        """The position ``by`` elements later."""
         return dataclasses.replace(self, start=self.start + by)
 
 
@@ -49,19 +49,19 @@ FIRST = At()
 
 
 def _same(index: Iterable[At], other: Iterable[At]) -> bool:
-    """Whether two indices are of the same elements, in loops that may be of other lengths."""
+    """Whether two indices address the same elements, possibly in loops of different lengths."""
     places = lambda index: [(at.what, at.start) for at in index]
     return places(index) == places(other)
 
 
 def check(rows: RowsGroup) -> None:
-    """Raises ``Unsupported``, with the reason, unless the loop over the rows is right."""
+    """Raises ``Unsupported``, with the reason, unless the loop over the rows is correct."""
     _check_arrays(rows)
     _Loop(rows).check()
 
 
 def _check_arrays(rows: RowsGroup) -> None:
-    """Each array has one role and so one pointer; tables and rows have shapes that fit."""
+    """Each array has one role and one pointer; the shapes of tables and rows match."""
     ids, written = rows.ids, [write.ins[0] for write in rows.writes]
     if ids.dtype not in ("int32", "int64") or len(ids.shape) != 1:
         raise Unsupported(f"its ids have dtype {ids.dtype} and shape {ids.shape}")
@@ -69,25 +69,25 @@ def _check_arrays(rows: RowsGroup) -> None:
         raise Unsupported("its rows are written twice")
     read = [*rows.tables, *rows.streams, *rows.lists]
     if len({ids, *read, *rows.reads}) <= len(read) + len(rows.reads):
-        raise Unsupported("an array is read by the rows of its ids, and in another way, too")
+        raise Unsupported("an array is read both by the rows of its ids and in another way")
     gathers = [op for op in each(rows.operations) if op.name == "rows_gather" and op.ins[1] is ids]
     heights = {v.shape[:1] for v in (*rows.tables, *(op.ins[0] for op in gathers))}
     if len(heights) != 1 or any(0 in v.shape for v in rows.tables):
-        raise Unsupported("its slots have other numbers of rows, or it has none")
+        raise Unsupported("its slots have other numbers of rows, or it has no slots")
     if min(heights)[0] >= 2**31:
         raise Unsupported("it has 2**31 rows or more")
     put = [(w.ins[0], w.ins[2]) for w in rows.writes] + [(op.ins[0], op.outs[0]) for op in gathers]
     if any(v.shape != (*ids.shape, *table.shape[1:]) for table, v in put):
         raise Unsupported("its rows have other shapes than its ids and its tables")
     if any(v.shape[:1] != ids.shape for v in rows.reads):
-        raise Unsupported("a result on its rows is used elsewhere, too")
+        raise Unsupported("a result on its rows is also used elsewhere")
     for v in (*read, *rows.scalars, *rows.reads, *(write.ins[2] for write in rows.writes)):
         if v.dtype not in DTYPES:
-            raise Unsupported(f"the dtype {v.dtype} is not known to the native engine")
+            raise Unsupported(f"the dtype {v.dtype} is not supported by the native engine")
 
 
 class _Loop:
-    """The turns of the loop, in order: what they read, keep and write."""
+    """The turns of the loop, in order, with the values that they read, keep and write."""
 
     def __init__(self, rows: RowsGroup):
         self.rows, self.written = rows, {write.ins[0] for write in rows.writes}
@@ -128,7 +128,7 @@ class _Loop:
         [v], shape = op.ins, op.ins[0].shape
         whole = all(d == 1 or axis in op.params["axes"] for axis, d in enumerate(shape) if axis)
         if 0 in op.params["axes"] or not whole or shape[:1] != self.rows.ids.shape:
-            raise Unsupported(op, "is not over a row that is at hand, or a part of it")
+            raise Unsupported(op, "is not over an available row or a part of it")
         _check_dtype(op)
         self._read([(v, (self.here, *self._elements(shape[1:])), op)])
 
@@ -159,11 +159,11 @@ class _Loop:
         self._end()
 
     def _check_groups(self, several: Sequence[Part], number: int, length: int) -> None:
-        """The loop over groups of elements, and in it that over their elements."""
+        """The loop over groups of elements, and the inner loop over their elements."""
         of_groups = [part for part in several if part.row == (number,)]
         whole = [part for part in several if part not in of_groups]
         if not whole:
-            raise Unsupported("it has one number for each group alone")
+            raise Unsupported("it has values with one number for each group only")
         if len({part.row for part in whole}) > 1:
             raise Unsupported("its slots have rows of several shapes")
         if any(len(part.value.shape) != 1 + len(part.row) for part in whole):
@@ -190,24 +190,24 @@ class _Loop:
         self._end()
 
     def _write(self, parts: Iterable[Part], index: Index) -> None:
-        """Notes the elements that a turn writes."""
+        """Records the elements that a turn writes."""
         for part in parts:
             if part.array in self.written:
                 place = self._of_part(part, index, part.start)[1:]
                 self.left.setdefault(part.array, []).append(place)
 
     def _end(self) -> None:
-        """All turns are done: what was written is no longer what it was."""
+        """Marks written values as changed after all turns."""
         self.left = {table: [] for table in self.left}
 
     def _of_part(self, part: Part, index: Index, start: int) -> Index:
-        """The index in an array of which a part begins at ``start`` of the last axis."""
+        """The index in an array whose part begins at ``start`` of the last axis."""
         return (self.here, *index[:-1], index[-1].moved(start)) if start else (self.here, *index)
 
     # What an element needs
 
     def _read(self, elements: Iterable[Element]) -> None:
-        """Follows elements back to memory; raises at what is not at hand."""
+        """Follows elements back to memory; raises for unavailable ones."""
         todo, seen = list(elements), set[tuple[Value, Index]]()
         while todo:
             v, index, reader = todo.pop()
@@ -216,18 +216,18 @@ class _Loop:
                 todo += self._needs(v, index, reader or v.maker)
 
     def _needs(self, v: Value, index: Index, reader: Operation | None) -> list[Element]:
-        """The elements that an element is computed from."""
+        """The elements from which an element is computed."""
         rows, op = self.rows, v.maker
         if v.literal is not None or v in rows.scalars:
             return []
         if v in rows.streams or (op is not None and op.name == "iota"):
             if self.moves and any(at.what == "position" for at in index):
-                raise Unsupported(reader or "it", "reads the positions of ids that are merged")
+                raise Unsupported(reader or "it", "reads the positions of merged ids")
             return []
         if v in self.kept or v is rows.ids or v is rows.merged:
             first = self.kept.get(v, ())
             if not self._is_here(index[0]) or not _same(index[1 : len(first)], first[1:]):
-                raise Unsupported(reader or "it", "reads other rows or groups than the one at hand")
+                raise Unsupported(reader or "it", "reads other rows or groups than the current one")
             return []
         if op is None:
             raise Unsupported(reader or "it", "reads an array as a whole")
@@ -235,7 +235,7 @@ class _Loop:
             return self._gathered(op, index, reader)
         if self.in_groups and not self._is_in_place(v, index):
             raise Unsupported(
-                reader or "it", "reads other elements of its group than the one at hand"
+                reader or "it", "reads other elements of its group than the current one"
             )
         return [(v.meaning, index, op)] if v.meaning is not None else self._operands(op, v, index)
 
@@ -248,21 +248,21 @@ class _Loop:
         if table in self.rows.lists:
             return [(ids, index[:1], op)]
         if not self._is_here(index[0]):
-            raise Unsupported(reader or "it", "reads other rows than the one at hand")
+            raise Unsupported(reader or "it", "reads other rows than the current one")
         if table not in self.rows.tables:
             return [(table, (At("row", table.shape[0]), *index[1:]), op)]
         if not any(_same(index[1:], right) for right in self.left.get(table, [index[1:]])):
-            raise Unsupported(reader or "it", "reads elements of its row that are written already")
+            raise Unsupported(reader or "it", "reads already written elements of its row")
         return []
 
     def _is_in_place(self, v: Value, index: Index) -> bool:
-        """Whether a value with all elements of a row, which may be kept, is read at this one."""
+        """Whether a value with all elements of a row, possibly kept, is read at the current one."""
         lanes = self.rows.lanes
         is_whole = lanes is not None and math.prod(v.shape[1:]) == math.prod(lanes)
         return not is_whole or _same(index[1:], self._in_group(v.shape[1:], *lanes))
 
     def _operands(self, op: Operation, v: Value, index: Index) -> list[Element]:
-        """The elements of operands that an element of a result is computed from."""
+        """The elements of operands from which an element of a result is computed."""
         if not {x.dtype for x in (*op.ins, *op.outs)} <= DTYPES:
             raise unknown(op)
         if is_elementwise(op):
@@ -270,7 +270,7 @@ class _Loop:
         if op.name == "concatenate":
             return _concatenated(op, index)
         if op.name in REDUCTIONS:
-            raise Unsupported(op, "is not over a row that is at hand, or a part of it")
+            raise Unsupported(op, "is not over an available row or a part of it")
         if op.name == "broadcast_in_dim" and len(op.ins) == 1:
             inner = _broadcast(op, index)
         elif op.name == "slice":
@@ -290,7 +290,7 @@ def _check_dtype(op: Operation) -> None:
 
 
 def _check_covered(parts: Sequence[Part]) -> None:
-    """The parts of a row are all of it, and none is written twice."""
+    """Checks that the parts cover a row, without overlaps."""
     for array in {part.array for part in parts}:
         mine, end = sorted((p for p in parts if p.array is array), key=lambda p: p.start), 0
         for part in mine:
@@ -303,12 +303,12 @@ def _check_covered(parts: Sequence[Part]) -> None:
 
 
 def _within(op: Operation, operand: Value, v: Value, index: Index) -> Index:
-    """The index in an operand of an operation element by element."""
+    """The index in an operand of an elementwise operation."""
     if not operand.shape:
         return ()
     fits = len(operand.shape) == len(v.shape)
     if not fits or any(d not in (1, e) for d, e in zip(operand.shape, v.shape, strict=True)):
-        raise Unsupported("the operands of", op, "have shapes that do not fit")
+        raise Unsupported("the operands of", op, "have shapes that do not match")
     return tuple(FIRST if d == 1 else at for d, at in zip(operand.shape, index, strict=True))
 
 
@@ -343,7 +343,7 @@ def _concatenated(op: Operation, index: Index) -> list[Element]:
 
 
 def _reshaped(op: Operation, v: Value, index: Index, lanes: tuple[int, int] | None) -> Index:
-    """The index in the operand of a reshape that changes axes of length 1, or splits the last."""
+    """The operand index of a reshape that changes axes of length 1 or splits the last axis."""
     [x] = op.ins
     long = [at for at, d in zip(index, v.shape, strict=True) if d != 1]
     old, new = ([d for d in y.shape if d != 1] for y in (x, v))
@@ -360,7 +360,7 @@ def _regrouped(
     new: list[int],
     lanes: tuple[int, int] | None,
 ) -> list[At]:
-    """The places where the last axis of an operand is split, or its last two are joined."""
+    """The positions where the last axis of an operand is split, or its last two axes are joined."""
     number, length = lanes or (0, 0)
     pair = [At("group", number), At("lane", length)]
     if old == [*new[:-2], math.prod(new[-2:])]:

@@ -1,4 +1,4 @@
-"""Divides a program into native calls and the rest, which XLA does."""
+"""Divides a program into native calls and operations of XLA."""
 
 import functools
 import graphlib
@@ -25,19 +25,19 @@ MOST_LEAVES = 16
 
 
 class Division:
-    """What to run, in order.
+    """The operations and native calls of a program, in order.
 
     Args:
         program: a step, or a branch in it.
-        kept: by arrays of the parameters and the state those of its results that replace them; None
-            if their structure changes.
-        in_place: those of these arrays that may be overwritten.
+        kept: the results that replace arrays of the parameters and the state; None if their
+            structure changes.
+        in_place: the arrays among them that may be overwritten.
         required: whether it is an error if XLA computes it.
-        has_effects: whether it has side effects.
+        has_effects: whether the program has side effects.
 
     Attributes:
         nodes: operations, branches and native calls.
-        reasons: why results are not made by native calls.
+        reasons: the reasons for results that are not made by native calls.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Division:
                 verify(nodes, program.inputs, program.results, "find_sums")
                 self.nodes = nodes
         except graphlib.CycleError:
-            reason = "its parts need each other's results"
+            reason = "its parts depend on each other's results"
         except Unsound as error:
             reason = f"native code for it would be wrong, which is a bug in optzoo: {error}"
             warn(f"XLA computes this update: {reason}", RuntimeWarning)
@@ -68,7 +68,7 @@ class Division:
 
     @property
     def calls(self) -> list[Call]:
-        """The native calls, those in branches too."""
+        """The native calls, including those in branches."""
         found = [[node] if isinstance(node, Call) else node.calls for node in self._native]
         return [call for calls in found for call in calls]
 
@@ -77,7 +77,7 @@ class Division:
         return [node for node in self.nodes if isinstance(node, Call | Branches)]
 
     def _report(self, result: Value, why: Unsupported) -> None:
-        """Notes the first reason of a result."""
+        """Records the first reason for a result."""
         self.reasons.setdefault(result, why)
 
     def _divide(
@@ -125,7 +125,7 @@ class Division:
         return self._with_sums(in_order([*nodes, *calls], program.results), program)
 
     def _with_sums(self, nodes: list[Any], program: Graph) -> list[Any]:
-        """The nodes in which the norms that native calls need are native, too."""
+        """The nodes, with native norms where native calls need them."""
         native = [node for node in nodes if isinstance(node, Call | Branches)]
         wanted = set(needed(nodes, [v for node in native for v in node.ins]))
         sums = self._calls(find_sums(nodes, wanted))
@@ -134,7 +134,7 @@ class Division:
         return in_order([*nodes, *sums], program.results)
 
     def _calls(self, leaves: Iterable[LeafGroup]) -> list[Call]:
-        """Leaves, or sums, of the same operations share calls."""
+        """Merges leaves or sums with the same operations into shared calls."""
         alike: dict[Any, list[LeafGroup]] = {}
         for leaf in leaves:
             stage = leaf.stage if isinstance(leaf, SumGroup) else None
@@ -147,7 +147,7 @@ class Division:
 
 
 def _written(program: Graph, kept: Mapping[Value, Value]) -> dict[Value, Value]:
-    """By tables whose rows are written, and by what they are in between, what comes next."""
+    """For tables whose rows are written, and for intermediate values, the next value."""
     found = dict[Value, Value]()
     for op in program.operations:
         if op.name in WRITES and (op.ins[0] in kept or op.ins[0] in found.values()):
@@ -156,7 +156,7 @@ def _written(program: Graph, kept: Mapping[Value, Value]) -> dict[Value, Value]:
 
 
 def _same(result: Value) -> Value:
-    """A result before a conversion to its own dtype: of a parameter whose type is weak."""
+    """A result before a conversion to its own dtype, as of a weakly typed parameter."""
     maker = result.maker
     if maker is not None and maker.name == "convert_element_type":
         return maker.ins[0] if maker.ins[0].dtype == result.dtype else result
@@ -164,7 +164,7 @@ def _same(result: Value) -> Value:
 
 
 def _refusal(program: Graph, kept: Mapping[Value, Value] | None, has_effects: bool) -> str | None:
-    """Why nothing of a program is given to native code."""
+    """The reason why a program has no native code."""
     if kept is None:
         return "the update changes the structure of the state"
     if has_effects:

@@ -1,6 +1,6 @@
-"""Single elements of the values of a program, in LLVM's language.
+"""Single elements of the values of a program, in LLVM IR.
 
-Each value is a function of its index, followed back to what is in memory. So nothing is stored
+Each value is a function of its index, followed back to values in memory, so that nothing is stored
 between the operations of a group.
 """
 
@@ -25,9 +25,9 @@ class Elements:
 
     Args:
         b: the builder.
-        known: gives an element of a value that is in memory, for the value and its index; None for
-            any other value.
-        constant_of: gives the element of a constant.
+        known: returns an element of a value in memory, given the value and its index; None for any
+            other value.
+        constant_of: returns the element of a constant.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Elements:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """What is made in the body is known in it alone: it may be that of a loop."""
+        """A scope whose computed elements are discarded after the body, such as of a loop."""
         self._made.append({})
         yield
         self._made.pop()
 
     def keep(self, value: Value, element: Any) -> None:
-        """Sets the one element that a value has in a row."""
+        """Sets the single element of a value in a row."""
         self._made[-1][value, None] = element
 
     def in_group(self, group: Any, lane: Any, length: int) -> Any:
@@ -65,7 +65,7 @@ class Elements:
         return found
 
     def _split(self, i: Any, length: int) -> tuple[Any, Any]:
-        """The group of an element of a row, and its position there."""
+        """The group of an element of a row, and its index in the group."""
         group, lane, known = self._groups.get(i, (None, None, 0))
         if known == length:
             return group, lane
@@ -93,7 +93,7 @@ class Elements:
             return self.of(value.meaning, index)
         op = value.maker
         if op is None:
-            raise AssertionError(f"a value of shape {value.shape} is neither made nor read")
+            raise AssertionError(f"a value of shape {value.shape} is neither computed nor read")
         if op.name == "iota":
             at = index[op.eqn.params["dimension"]]
             return convert(self.b, at, "int64", value.dtype)
@@ -104,7 +104,7 @@ class Elements:
         return compute(self.b, op, [self.of(v, self._within(index, value, v)) for v in op.ins])
 
     def _moved(self, value: Value, op: Operation, index: Index) -> Any:
-        """An element that an operation only moves."""
+        """An element of an operation that only moves elements."""
         inner, params = op.ins[0], op.params
         if op.name == "broadcast_in_dim":
             axes = zip(params["broadcast_dimensions"], inner.shape, strict=True)
@@ -131,13 +131,13 @@ class Elements:
         raise AssertionError(f"{op.name} does not only move elements")
 
     def _within(self, index: Index, value: Value, operand: Value) -> Index:
-        """The index in an operand, whose axes may be of length 1 or missing."""
+        """The index in an operand, whose axes may be missing or of length 1."""
         if operand.shape == value.shape:
             return index
         return tuple(ZERO if d == 1 else i for d, i in zip(operand.shape, index, strict=False))
 
     def in_part(self, i: Any, start: int, size: int) -> Any:
-        """An index in a part of an axis, which begins at ``start``, as an index of the axis."""
+        """Converts an index in a part of an axis, from ``start``, to an index of the axis."""
         key = "part", id(i), start, size
         for made in self._made:
             if key in made:
@@ -166,7 +166,7 @@ class Elements:
 def in_memory(
     b: ir.IRBuilder, scalars: Mapping[Value, Any], pointers: Mapping[Value, Any]
 ) -> Callable[[Value, Index], Any]:
-    """Gives elements of scalars, and of arrays with one index."""
+    """A function that reads elements of scalars, and of arrays with one index."""
 
     def known(value, index):
         if value in scalars:
@@ -177,7 +177,7 @@ def in_memory(
 
 
 class FlatElements(Elements):
-    """Elements of values whose only index is the position among all elements, or groups of them."""
+    """Elements of values indexed by the position among all elements, or groups of elements."""
 
     def _moved(self, value: Value, op: Operation, index: Index) -> Any:
         return self.of(op.ins[0], self._within(index, value, op.ins[0]))

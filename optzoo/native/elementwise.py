@@ -1,4 +1,4 @@
-"""Which operations of JAX compute each element from the same element of their operands."""
+"""Elementwise JAX operations: each element depends on the same element of the operands."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ _ELEMENTWISE |= {
 
 
 def is_elementwise(op: Operation) -> bool:
-    """Whether the native engine knows an operation, and it is one."""
+    """Whether an operation is elementwise and supported by the native engine."""
     name, kinds = op.name, [v.dtype for v in op.ins]
     if name not in _ELEMENTWISE or not {*kinds, *(v.dtype for v in op.outs)} <= DTYPES:
         return False
@@ -77,7 +77,7 @@ def is_elementwise(op: Operation) -> bool:
 
 
 def number_of(value: Value) -> Any:
-    """The number that all elements of a value are known to be; None if there is none."""
+    """The known number that all elements of a value equal; None if unknown."""
     op = value.maker
     if value.literal is not None or op is None or op.name not in _REPEATS:
         return value.literal if not value.shape else None

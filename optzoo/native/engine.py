@@ -1,4 +1,4 @@
-"""Whether native code can run here."""
+"""Whether native code can run on this machine."""
 
 import functools
 import importlib.util
@@ -16,20 +16,20 @@ _PLATFORMS = {("linux", "x86_64"), ("linux", "aarch64")}
 
 @functools.cache
 def problem() -> str | None:
-    """Why native code cannot run; None if it can.
+    """The reason why native code cannot run; None if it can.
 
-    The structures of XLA's FFI are compared with the header that jaxlib installs, and a small
-    function is compiled and called, once for each process.
+    Compares the structures of XLA's FFI with the header of jaxlib, and compiles and calls a small
+    function, once per process.
     """
     here = sys.platform, platform.machine()
     if here not in _PLATFORMS:
-        return f"native code has not been tried on {here[0]} {here[1]}"
+        return f"native code does not support {here[0]} {here[1]}"
     if importlib.util.find_spec("llvmlite") is None:
         return f"llvmlite is missing: {how_to_install('native')}"
     try:
         test_itself()
     except Exception as error:  # whatever is wrong: XLA can do the same
-        return f"native code does not work here: {type(error).__name__}: {error}"
+        return f"native code does not work on this machine: {type(error).__name__}: {error}"
     return None
 
 
@@ -44,12 +44,12 @@ def has_half() -> bool:
 
 @functools.cache
 def warn_once(reason: str) -> None:
-    """Warns that XLA takes the place of native code."""
+    """Warns that XLA replaces native code."""
     warn(f"{reason}. XLA computes the same", RuntimeWarning)
 
 
 def test_itself() -> None:
-    """Raises unless a small function computes what it should, called as XLA would call it."""
+    """Raises an error unless a small native function, called like XLA would, is correct."""
     from . import machine
     from .call_frame import call_as_xla, metadata_of, version_of_jaxlib
     from .groups import LeafGroup, read_program
@@ -64,9 +64,9 @@ def test_itself() -> None:
     version = version_of_jaxlib()
     place = machine.address(lambda name: leaf_kernel(name, leaf, version))[1]
     if (found := metadata_of(place)) != version:
-        raise RuntimeError(f"a function answered version {found} instead of {version}")
+        raise RuntimeError(f"a native function returned version {found} instead of {version}")
     numbers = [np.array(a, np.float32) for a in (2.0, [1.0, 2.0, 3.0], [0.5, 0.25, -1.0])]
     result = numbers[1]  # in place
     call_as_xla(place, numbers, [result])
     if result.tolist() != [0.0, 1.5, 5.0]:
-        raise RuntimeError(f"a function computed {result} instead of [0, 1.5, 5]")
+        raise RuntimeError(f"a native function returned {result} instead of [0, 1.5, 5]")

@@ -17,7 +17,7 @@ def find_rows(
     Args:
         program: the step.
         tables: the arrays of the parameters and the state.
-        report: gets the next values of tables whose rows are in no group, with the reason.
+        report: called with the next values of tables whose rows are in no group, and the reason.
     """
     by_ids: dict[Value, list[Operation]] = {}
     for op in program.operations:
@@ -35,7 +35,7 @@ def find_rows(
 
 
 def _results_of_rows(program: Graph) -> dict[Value, list[Value]]:
-    """By ids the results that have a row for each of them, made of rows of these ids."""
+    """For ids, the results with a row for each id that are computed from rows of these ids."""
     ids_of, found = dict[Value, set[Value]](), dict[Value, list[Value]]()
     for op in program.operations:
         ids = set[Value]().union(*(ids_of.get(v, ()) for v in op.ins))
@@ -109,12 +109,12 @@ def _merges_here(part: "_Slice", merge: Operation) -> bool:
 
 
 class _Slice:
-    """What rows are made of.
+    """The values from which rows are computed.
 
     Args:
-        ids: of the rows.
+        ids: the ids of the rows.
         merged: the gradients, if they are merged.
-        of_rows: all that depends on rows of tables that the ids name.
+        of_rows: all values that depend on rows of tables at these ids.
     """
 
     def __init__(self, ids: Value, merged: Value | None, of_rows: Collection[Value]):
@@ -133,12 +133,12 @@ class _Slice:
             values.append(value)
 
     def visit(self, value: Value) -> None:
-        """Adds all that a value is made of."""
+        """Adds all values from which a value is computed."""
         for _ in made_of([value], self._enter):
             pass
 
     def _enter(self, v: Value) -> list[Value]:
-        """Adds a value; gives what it is made of, and is not added yet."""
+        """Adds a value; returns those of its operands that are not added yet."""
         if v in self._seen or v is self.ids:
             return []
         self._seen.add(v)
@@ -156,7 +156,7 @@ class _Slice:
         return []
 
     def _gather(self, op: Operation) -> list[Value]:
-        """Adds a gather; gives what it is made of, and is not added yet."""
+        """Adds a gather; returns those of its operands that are not added yet."""
         table, ids = op.ins
         if ids is self.ids:
             self._take(op)
@@ -178,7 +178,7 @@ class _Slice:
 
 
 def _is_computed(table: Value) -> bool:
-    """Whether each row of an array is computed from its number and scalars alone."""
+    """Whether each row of an array is computed only from its index and scalars."""
     is_made = lambda v: v.maker is not None and v.literal is None and is_known(v.maker)
     follow = lambda v: v.maker.ins if v.shape and is_made(v) else ()
     return all(not v.shape or is_made(v) for v in made_of([table], follow))

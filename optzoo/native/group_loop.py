@@ -1,4 +1,4 @@
-"""Elements in groups that share a number, such as the scale of their codes, in LLVM's language."""
+"""Groups of elements that share a number, such as the scale of their codes, in LLVM IR."""
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
@@ -29,16 +29,16 @@ def write_group(
     stores: Callable[[IndexOf], None],
     pieces: Callable[[], contextlib.AbstractContextManager[Lanes]] | None = None,
 ) -> None:
-    """Computes the reductions of a group, then its results, which may need them.
+    """Computes the reductions of a group, then its results, which may depend on them.
 
-    Elements that both need are kept in between.
+    Elements needed by both are kept in between.
 
     Args:
         b: the builder.
         elements: computes elements.
         reductions: over a group.
-        results: what ``stores`` will need for each element.
-        given: what is in memory before.
+        results: the values that ``stores`` needs for each element.
+        given: the values in memory.
         lanes: makes a loop over the elements.
         length: the number of elements of a group.
         keeps: whether the elements of a value may be kept.
@@ -83,7 +83,7 @@ def _read(elements: Elements, kept: dict[Value, Any], lane: Any):
 
 
 def _parts(v: Value) -> Sequence[Value]:
-    """What a value is made of."""
+    """The operands of a value."""
     if v.meaning is not None:
         return [v.meaning]
     return () if v.maker is None else v.maker.ins

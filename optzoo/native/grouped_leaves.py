@@ -30,9 +30,9 @@ def find_grouped_leaves(
 
     Args:
         program: without the groups of rows.
-        places: by each array of the parameters and the state its next value.
-        in_place: those arrays whose next values take their memory.
-        report: gets results that are in no group, with the reason.
+        places: the next value of each array of the parameters and the state.
+        in_place: the arrays whose next values reuse their memory.
+        report: called with results that are in no group, and the reason.
     """
     if not reductions(program.operations):
         return []
@@ -48,11 +48,11 @@ def find_grouped_leaves(
         arrays = {v for op in ops for v in op.ins if v.shape and v not in own}
         values = [v for op in each(ops) for v in (*op.ins, *op.outs) if v.shape]
         if len(sizes) > 1 or not {math.prod(v.shape) for v in values} <= {*max(sizes)}:
-            reason = "its groups are filled up, or have several lengths"
+            reason = "its groups are padded, or have several lengths"
         elif not length or all(math.prod(v.shape) < size for v in results):
-            reason = "it has one number for each group alone"
+            reason = "it has values with one number for each group only"
         elif any(v in made and v not in places for v in arrays):
-            reason = "something else needs a result between its operations"
+            reason = "a result between its operations is needed elsewhere"
         else:
             in_turn = in_order(ops, results)  # the same for leaves of the same operations
             found.append(leaf_group(in_turn, results, places, in_place, length))
@@ -63,7 +63,7 @@ def find_grouped_leaves(
 
 
 def _together(results: Iterable[Value]) -> Iterable[list[Value]]:
-    """Results that share operations."""
+    """Groups results that share operations."""
     groups: dict[int, list[Value]] = {}
     owner: dict[Operation, int] = {}  # of operations the group, which may have been joined
     joined: dict[int, int] = {}
@@ -84,7 +84,7 @@ def _together(results: Iterable[Value]) -> Iterable[list[Value]]:
 
 
 def _operations(results: Iterable[Value]) -> list[Operation]:
-    """The operations, each on elements or on groups, that results are made of."""
+    """The operations on elements or on groups from which results are computed."""
     is_in = lambda op: op is not None and bool(op.outs[0].shape) and _is_known(op)
     follow = lambda v: v.maker.ins if is_in(v.maker) else ()
     makers = dict.fromkeys(v.maker for v in made_of(results, follow) if is_in(v.maker))
@@ -92,7 +92,7 @@ def _operations(results: Iterable[Value]) -> list[Operation]:
 
 
 def _is_known(op: Operation) -> bool:
-    """Whether an operation computes an element, or one of a group, from the same ones."""
+    """Whether an operation computes each element, or group, from the same one."""
     if op.inside:
         return all(_is_known(inner) or not inner.outs[0].shape for inner in op.inside)
     ins, out = [v.shape for v in op.ins], op.outs[0].shape
@@ -108,7 +108,7 @@ def _is_known(op: Operation) -> bool:
 
 
 def _is_part(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
-    """Whether an array has the first axes of another one, and no others but of length 1."""
+    """Whether the shape of an array is a prefix of another, followed only by axes of length 1."""
     while len(shape) > 1 and shape[-1] == 1:
         shape = shape[:-1]
     return shape == out[: len(shape)]

@@ -36,11 +36,11 @@ class LeafGroup(Group):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the arrays, but for those with one element for each group."""
+        """The shape of the arrays, except those with one element for each group."""
         return max((v.shape for v in self.outs), key=math.prod)
 
     def signature(self) -> Any:
-        """Equal for leaves of the same operations, whatever their shapes."""
+        """Equal for leaves with the same operations, of any shapes."""
         names = {v: f"s{k}" for k, v in enumerate(self.scalars)}
         names |= {v: f"a{k}" for k, v in enumerate(self.arrays)}
         dtypes = [v.dtype for v in self.ins]
@@ -53,7 +53,7 @@ class LeafGroup(Group):
 
 
 def _described(ops: Sequence[Operation], names: dict[Value, str]) -> list[Any]:
-    """Operations as text, on values of these names; adds the names of their results."""
+    """The text of operations on values of these names; adds the names of their results."""
     found = []
     for op in ops:
         inside = _described(op.inside, names)
@@ -66,10 +66,10 @@ def _described(ops: Sequence[Operation], names: dict[Value, str]) -> list[Any]:
 
 
 class Unsupported(Exception):
-    """Why some operations cannot become a group.
+    """The reason why some operations cannot become a group.
 
-    Its arguments are the parts of a sentence: words, operations, and lists of these. Operations are
-    named, with their lines, when it is read: that takes long, and few reasons are read.
+    Its arguments are the parts of a sentence: words, operations, and lists of these. The names and
+    lines of operations are computed when the text is read: this is slow, and few reasons are read.
     """
 
     def __str__(self) -> str:
@@ -86,22 +86,22 @@ def _written(part: Any) -> str:
 
 
 def unknown(op: Operation) -> Unsupported:
-    """The error for an operation on rows that the native engine does not know."""
+    """The error for an operation on rows that the native engine does not support."""
     dtypes = {v.dtype for v in (*op.ins, *op.outs)} - DTYPES
     dtype = [f"the dtype {min(dtypes)} of"] if dtypes else []
-    return Unsupported(*dtype, op, "is not known to the native engine")
+    return Unsupported(*dtype, op, "is not supported by the native engine")
 
 
 def can_reduce(op: Operation) -> bool:
-    """Whether native code knows a reduction in its dtype: of integers the largest and smallest."""
+    """Whether native code supports a reduction in its dtype: for integers, maximum and minimum."""
     dtype = op.ins[0].dtype
     return dtype in ("float32", "float64") or (dtype == "int32" and op.name != "reduce_sum")
 
 
 def read_program(jaxpr: Any) -> Graph:
-    """The operations of an open jaxpr that its results need; its constants are the first inputs.
+    """The operations that the results of an open jaxpr need; constants become the first inputs.
 
-    Calls are replaced by their operations. Functions with derivatives of their own stay.
+    Calls are replaced by their operations, except functions with custom derivatives.
     """
     # From JAX 0.12 on a jaxpr keeps its constants, which may be tracers of the program around.
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
@@ -111,19 +111,19 @@ def read_program(jaxpr: Any) -> Graph:
 
 
 def each(operations: Iterable[Operation]) -> Iterator[Operation]:
-    """Operations and those that they stand for."""
+    """Operations and the operations that they replace."""
     for op in operations:
         yield from each(op.inside)
         yield op
 
 
 def reductions(operations: Iterable[Operation]) -> list[Operation]:
-    """Those of the operations, and of those that they stand for, that are reductions."""
+    """The reductions among operations and the operations that they replace."""
     return [op for op in each(operations) if op.name in REDUCTIONS]
 
 
 def splits(op: Operation) -> tuple[int, int] | None:
-    """The last two axes, if a reshape splits the last axis into them, or joins them."""
+    """The last two axes, if a reshape splits the last axis into them or joins them."""
     if op.name != "reshape" or op.eqn.params["dimensions"] is not None:
         return None
     short, long = sorted((op.ins[0].shape, op.outs[0].shape), key=len)
@@ -132,7 +132,7 @@ def splits(op: Operation) -> tuple[int, int] | None:
 
 
 def is_known(op: Operation) -> bool:
-    """Whether a group of rows can do an operation: one that computes each row from the same row."""
+    """Whether a group of rows supports an operation: each row depends only on the same row."""
     if not {v.dtype for v in (*op.ins, *op.outs)} <= DTYPES:
         return False
     if op.inside:
@@ -163,7 +163,7 @@ def is_known(op: Operation) -> bool:
 
 
 def _fits(v: Value, out: Value) -> bool:
-    """Whether an operand has the shape of the result, but for axes of length 1; or is a scalar."""
+    """Whether an operand is a scalar or has the shape of the result except for axes of length 1."""
     same = len(v.shape) == len(out.shape)
     return not v.shape or (
         same and all(d in (1, wide) for d, wide in zip(v.shape, out.shape, strict=True))
@@ -179,17 +179,17 @@ def find_leaves(
     in_place: Collection[Value],
     report: Callable[[Value, Unsupported], None],
 ) -> tuple[Graph, list[LeafGroup]]:
-    """The groups of arrays of one shape that are updated element by element.
+    """The groups of arrays of one shape that are updated elementwise.
 
     Args:
         program: without the groups of rows.
-        places: by each array of the parameters and the state its next value.
-        in_place: those arrays whose next values take their memory.
-        report: gets results that are in no group, with the reason.
+        places: the next value of each array of the parameters and the state.
+        in_place: the arrays whose next values reuse their memory.
+        report: called with results that are in no group, and the reason.
 
     Returns:
-        The program in which the groups are, and these. Some of its operations are done twice: in a
-        group, and before it for a norm that it needs.
+        The program with the groups, and the groups. Some operations are computed twice: in a group,
+        and before it for a norm that the group needs.
     """
     fusible = {op for op in program.operations if is_fusible(op)}
     made_by = lambda leaves: {v for leaf in leaves for v in leaf.outs}
@@ -218,7 +218,7 @@ def _leaves(
     places: Mapping[Value, Value],
     in_place: Collection[Value],
 ) -> list[LeafGroup]:
-    """The groups of operations element by element, as the program has them."""
+    """The groups of elementwise operations of the program."""
     made, readers, results = program.depending(places), program.readers(), set(program.results)
     found = []
     for ops in _together(program, fusible):
@@ -234,7 +234,7 @@ def _leaves(
 
 
 def _come_last(program: Graph, leaves: Iterable[LeafGroup]) -> list[LeafGroup]:
-    """The groups that need all that reads what they overwrite: XLA need not copy it for them."""
+    """The groups ordered after all reads of what they overwrite, so that XLA need not copy it."""
     readers, before = program.readers(), dict[Any, set[Operation]]()
     found = []
     for leaf in leaves:
@@ -250,9 +250,10 @@ def _come_last(program: Graph, leaves: Iterable[LeafGroup]) -> list[LeafGroup]:
 def _done_twice(
     program: Graph, fusible: Collection[Operation], results: Collection[Value]
 ) -> Graph:
-    """What is not element by element gets copies of the operations element by element before it.
+    """Duplicates elementwise operations for the other operations that need them.
 
-    So these need not be done before it where results need both, such as an update and its norm.
+    Results such as an update and its norm then do not force the elementwise operations before the
+    norm.
     """
     before, kept = set(needed(program.operations, results)), set(program.results)
     copies, operations = dict[Value, Value](), list[Operation]()
@@ -271,7 +272,7 @@ def _done_twice(
 
 
 def _copied(op: Operation, copies: dict[Value, Value]) -> Operation:
-    """An operation with other results, on those of the operations before it; adds them."""
+    """A copy of an operation on copies of its operands; adds all of them."""
     inside = [_copied(each, copies) for each in op.inside]
     ins = [copies.get(v, v) for v in op.ins]
     means = lambda v: None if v.meaning is None else copies.get(v.meaning, v.meaning)
@@ -286,15 +287,15 @@ def _copied(op: Operation, copies: dict[Value, Value]) -> Operation:
 def _obstacles(
     result: Value, made: Collection[Value], fusible: Collection[Operation]
 ) -> Unsupported:
-    """Why a result is in no group, given what depends on the parameters and the state."""
+    """Reasons why a result is in no group, given the values that depend on parameters and state."""
     follow = lambda v: v.maker.ins if v in made and v.maker is not None else ()
     makers = [v.maker for v in made_of([result], follow) if v in made and v.maker is not None]
     has_arrays = lambda op: any(v.shape for v in (*op.ins, *op.outs))
     by_name = {op.name: op for op in makers if op not in fusible and has_arrays(op)}
     if by_name:
         few = [by_name[name] for name in sorted(by_name)[:4]]
-        return Unsupported("operations that are unknown, or not element by element:", few)
-    return Unsupported("something else needs a result between its operations")
+        return Unsupported("operations that are not supported or not elementwise:", few)
+    return Unsupported("a result between its operations is needed elsewhere")
 
 
 def leaf_group(
@@ -304,7 +305,7 @@ def leaf_group(
     in_place: Collection[Value],
     length: int = 0,
 ) -> LeafGroup:
-    """The group of some operations: see :func:`find_leaves`, and ``LeafGroup.length``."""
+    """The group of some operations; see :func:`find_leaves`, and ``LeafGroup.length``."""
     scalars, arrays = what_is_read(ops)
     # A table that is read here may be written by a group of rows: it has no next value here.
     now = {places[v]: i for i, v in enumerate(arrays) if v in in_place and v in places}
@@ -327,7 +328,7 @@ def what_is_read(ops: Iterable[Operation]) -> tuple[list[Value], list[Value]]:
 
 
 def _together(program: Graph, fusible: Collection[Operation]) -> Iterable[list[Operation]]:
-    """Operations element by element that share arrays, and can run at the same time."""
+    """Groups elementwise operations that share arrays and can run at the same time."""
     stages, parent = _stages(program, fusible), dict[Any, Any]()
 
     def find(x):
@@ -347,7 +348,7 @@ def _together(program: Graph, fusible: Collection[Operation]) -> Iterable[list[O
 
 
 def is_fusible(op: Operation) -> bool:
-    """Whether a group of leaves can do an operation: one on elements, of arrays of one shape."""
+    """Whether a group of leaves supports an operation: elementwise, on arrays of one shape."""
     if not op.outs or not op.outs[0].shape or not is_known(op):
         return False
     if op.name == "broadcast_in_dim":
@@ -360,10 +361,10 @@ def is_fusible(op: Operation) -> bool:
 
 
 def _stages(program: Graph, fusible: Collection[Operation]) -> dict[Operation, int]:
-    """How many operations that are not element by element come before each, on one path.
+    """For each operation, the largest number of non-elementwise operations on a path to it.
 
-    Operations element by element take place as late as possible: so those that need the norm of all
-    gradients and those that do not are together.
+    Elementwise operations are placed as late as possible, so that those that need the norm of all
+    gradients and those that do not are in one stage.
     """
     after: dict[Value, int] = {}
     stages: dict[Operation, int] = {}

@@ -1,4 +1,4 @@
-"""The function that XLA calls, in LLVM's language: it reads a call frame."""
+"""The function that XLA calls, in LLVM IR: it reads a call frame."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,13 +12,13 @@ from .operations import BOOL, I8, I32, I64, bytes_of, load
 
 
 class Frame:
-    """What XLA hands over."""
+    """The arguments that XLA passes."""
 
     def __init__(self, b: ir.IRBuilder, pointer: Any):
         self.b, self.pointer = b, pointer
 
     def field(self, t: Any, pointer: Any, *fields: Any) -> Any:
-        """A field of a structure; ``fields`` lead to it, each a descriptor of a structure."""
+        """A field of a structure; ``fields`` is a path of descriptors of structures."""
         offset = sum(field.offset for field in fields)
         return self.b.load(self.b.gep(pointer, [I64(offset)], source_etype=I8), typ=t)
 
@@ -37,7 +37,7 @@ class Frame:
         return self.field(POINTER, buffer, Buffer.data)
 
     def size(self, buffer: Any) -> Any:
-        """How many elements it has."""
+        """The number of elements of a buffer."""
         dims = self.field(POINTER, buffer, Buffer.dims)
         total = variable(self.b, I64)
         self.b.store(I64(1), total)
@@ -48,16 +48,16 @@ class Frame:
         return self.b.load(total, typ=I64)
 
     def length(self, buffer: Any, axis: int = 0) -> Any:
-        """A dimension of a buffer that has it."""
+        """A dimension of a buffer."""
         return word_at(self.b, I64, self.field(POINTER, buffer, Buffer.dims), I64(axis))
 
     def scalars(self, start: int, values: Sequence[Value]) -> list[Any]:
-        """Scalars, which are arguments from ``start`` on."""
+        """Scalars, the arguments from ``start``."""
         data = lambda i: self.data(self.argument(I64(i)))
         return [load(self.b, v.dtype, data(start + k), ZERO) for k, v in enumerate(values)]
 
     def keep(self, dtype: str, argument: Any, result: Any) -> None:
-        """Copies what should have the same memory, unless it has."""
+        """Copies arguments to results that should share their memory, unless they do."""
         source, target = self.data(argument), self.data(result)
         with self.b.if_then(self.b.icmp_unsigned("!=", source, target), likely=False):
             size = self.b.mul(self.size(result), I64(bytes_of(dtype)))
@@ -116,7 +116,7 @@ def module_of(
 
 
 def inner_function(module: ir.Module, name: str, types: Sequence[Any]) -> tuple[Any, Any]:
-    """A function inside of the module whose pointers are to memory that does not overlap."""
+    """An inner function of the module whose pointers do not alias."""
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), types), name)
     function.linkage = "internal"
     for argument in function.args:

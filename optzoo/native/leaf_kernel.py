@@ -51,7 +51,7 @@ def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
         many = summed(b, number, lambda k: many_blocks(frame, k))
 
         def block(frame, task):
-            """A block of a leaf: those of the leaves before it come first."""
+            """A block of a leaf, numbered after those of the leaves before it."""
             b = frame.b
             k, rest = which(b, task, lambda k: many_blocks(frame, k))
             start = b.mul(rest, I64(block_size))
@@ -74,14 +74,14 @@ def leaf_kernel(name: str, leaf: LeafGroup, version: tuple[int, int]) -> str:
 
 
 def _is_whole(leaf: LeafGroup, value: Value) -> bool:
-    """Whether an array has one number for each element, not for each group of them."""
+    """Whether an array has one number for each element, not for each group."""
     return math.prod(value.shape) == math.prod(leaf.shape)
 
 
 def _leaf(
     b: ir.IRBuilder, leaf: LeafGroup, pointers: dict[Value, Any], args: Sequence[Any]
 ) -> None:
-    """The loop over the elements, or over the groups of them."""
+    """The loop over elements, or over groups of elements."""
     first = len(args) - 1 - len(leaf.scalars)
     scalars = dict(zip(leaf.scalars, args[first:-1], strict=True))
     outs = dict(zip(leaf.outs, args, strict=False))
@@ -106,7 +106,7 @@ def _leaf(
 def _group(
     b: ir.IRBuilder, leaf: LeafGroup, elements: Elements, group: Any, write: Callable[..., None]
 ) -> None:
-    """A group of elements, and what has one number for it."""
+    """A group of elements, and the values with one number for the group."""
     size = math.prod(leaf.shape)
     whole = [v for v in leaf.outs if _is_whole(leaf, v)]
     hints = {} if leaf.length < _SHORT else {"unroll_disable": 1}

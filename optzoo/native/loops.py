@@ -1,4 +1,4 @@
-"""Loops in LLVM's language."""
+"""Loops in LLVM IR."""
 
 import contextlib
 import re
@@ -15,7 +15,7 @@ ZERO = I64(0)
 
 @contextlib.contextmanager
 def loop(b: ir.IRBuilder, end: Any, **hints: int) -> Iterator[Any]:
-    """The body of the context, for all integers from 0 to ``end``; with hints for LLVM."""
+    """A context manager for the body of a loop from 0 to ``end``, with hints for LLVM."""
     before = b.block
     head, body, after = (b.append_basic_block() for _ in range(3))
     b.branch(head)
@@ -45,7 +45,7 @@ _MASKED = 16
 
 
 def _hints(module: ir.Module, hints: dict[str, int]) -> Any:
-    """LLVM's metadata of a loop, which :func:`complete_hints` completes."""
+    """The LLVM metadata of a loop, completed by :func:`complete_hints`."""
     number = sum(node.operands[0].string == _ITSELF for node in module.metadata if node.operands)
     node = [ir.MetaDataString(module, _ITSELF), I32(number)]
     for name, value in hints.items():
@@ -56,7 +56,7 @@ def _hints(module: ir.Module, hints: dict[str, int]) -> Any:
 
 
 def complete_hints(text: str) -> str:
-    """The text of a module whose loops refer to themselves, as LLVM wants it."""
+    """The text of a module with self-referential loop metadata, as LLVM requires."""
     found = rf'(!\d+) = !{{ !"{_ITSELF}", i32 \d+'
     return re.sub(found, r"\1 = distinct !{ \1", text)
 
@@ -79,7 +79,7 @@ def repeat(b: ir.IRBuilder, start: Any, is_done: Callable, next_of: Callable) ->
 
 
 def which(b: ir.IRBuilder, number: Any, count: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Of numbers in groups of ``count(0)``, ``count(1)``, ...: the group of one, and its place."""
+    """The group of a number and its index in it, for groups of ``count(0)``, ``count(1)``, ..."""
     place = variable(b, I64)
     b.store(number, place)
 
@@ -109,7 +109,7 @@ def variable(b: ir.IRBuilder, t: Any) -> Any:
 
 
 def memory(b: ir.IRBuilder, nbytes: int) -> Any:
-    """Memory of the function."""
+    """Memory of a function."""
     with b.goto_entry_block():
         found = b.alloca(ir.IntType(8), nbytes)
     found.align = 64

@@ -39,7 +39,7 @@ class Machine:
         """The engine with the machine code of a text.
 
         Raises:
-            RuntimeError: if it calls a library. A symbol that the process lacks would end it.
+            RuntimeError: if it calls a library, since a missing symbol would end the process.
         """
         code = self.machine.emit_object(self.optimize(text))
         if missing := undefined_symbols(code) - _EVERYWHERE:
@@ -55,7 +55,7 @@ _SYMBOL_TABLE = 2  # SHT_SYMTAB of ELF
 
 
 def undefined_symbols(code: bytes) -> set[str]:
-    """The names that an object file in ELF's 64-bit format needs from elsewhere."""
+    """The names that an object file in 64-bit ELF format imports."""
     (sections,) = struct.unpack_from("<Q", code, 40)
     size, many = struct.unpack_from("<HH", code, 58)
     headers = [struct.unpack_from("<IIQQQQIIQQ", code, sections + k * size) for k in range(many)]
@@ -71,7 +71,7 @@ def undefined_symbols(code: bytes) -> set[str]:
 
 @functools.cache
 def has_half() -> bool:
-    """Whether the processor converts float16 itself."""
+    """Whether the processor has instructions to convert float16."""
     features = llvm.get_host_cpu_features()
     return "x86_64" not in llvm.get_process_triple() or features.get("f16c", False)
 
@@ -89,7 +89,7 @@ def address(write: Callable[[str], str]) -> tuple[str, int]:
     """The name and the address of a kernel.
 
     Args:
-        write: makes its text, given its name.
+        write: returns its text, given its name.
     """
     text = write(_PLACE)
     name = f"{_PLACE}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -103,7 +103,7 @@ _registered: set[str] = set()
 
 
 def register(write: Callable[[str], str]) -> str:
-    """Compiles a kernel, unless it is known, and registers it with XLA; gives its name."""
+    """Compiles a new kernel and registers it with XLA; returns its name."""
     name, place = address(write)
     with _lock:
         if name not in _registered:

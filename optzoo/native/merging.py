@@ -1,8 +1,8 @@
 """The division of the ids of a step among threads, and the sums of gradients of equal ids.
 
-Ids are put into parts by a hash of them, so equal ids are in one part and no two threads write the
-same row. In a part the positions of the ids keep their order. So the results do not depend on the
-number of threads.
+Ids are divided into parts by their hash, so that equal ids are in one part and no two threads write
+the same row. A part keeps the order of positions. The results do not depend on the number of
+threads.
 """
 
 import math
@@ -48,12 +48,12 @@ class Ids:
         self.num_rows = frame.length(table)
 
     def at(self, position: Any) -> Any:
-        """The id of a position."""
+        """The id at a position."""
         found = word_at(self.b, TYPES[self.kind], self.data, position)
         return convert(self.b, found, self.kind, "int64")
 
     def is_real(self, row: Any) -> Any:
-        """Whether a table has the row: one id stands for none."""
+        """Whether the table has the row: the padding id has none."""
         return self.b.icmp_unsigned("<", row, self.num_rows)
 
 
@@ -61,10 +61,10 @@ class Parts:
     """The positions of the ids, by parts.
 
     The memory is that of :func:`scratch.of_rows`. The first array has a row for each chunk of
-    positions: by parts how many there are, then where the next one goes; and how many there are at
-    all. Then by parts where each begins and ends, and a word for all. The second array has rows
-    by positions: those of each chunk, those of each part, and, for sums, the number of the sum of
-    a position, -1 if there is none, and hash tables of two words a position.
+    positions: for each part the number of positions, later the index of the next one; and the total
+    number. Then, for each part, its begin and end, and one shared word. The second array has rows
+    over positions: those of each chunk, those of each part, and, for sums, the index of the sum of
+    a position, -1 without one, and hash tables of two words per position.
     """
 
     def __init__(self, frame: Frame, rows: RowsGroup):
@@ -86,7 +86,7 @@ class Parts:
         return self.b.gep(self._counts, [at], source_etype=I32)
 
     def get(self, words: Any, i: Any) -> Any:
-        """A word, as a number of 64 bits."""
+        """Reads a word as a 64-bit number."""
         return self.b.sext(word_at(self.b, I32, words, i), I64)
 
     def set(self, words: Any, i: Any, value: Any) -> None:
@@ -105,8 +105,8 @@ class Parts:
         """Lists the positions of a chunk whose ids are rows.
 
         Args:
-            chunk: its number.
-            start_of: is called for each of them.
+            chunk: the index of the chunk.
+            start_of: called for each of them.
         """
         b, start, number = self.b, self.b.mul(chunk, I64(CHUNK)), variable(self.b, I64)
         b.store(ZERO, number)
@@ -124,22 +124,22 @@ class Parts:
         return self.b.gep(self._kept, [self.b.mul(chunk, I64(CHUNK))], source_etype=I32)
 
     def length_of_chunk(self, chunk: Any) -> Any:
-        """How many positions are left of a chunk."""
+        """The number of positions of a chunk after merging."""
         return self.get(self._of_chunk(chunk), self.number)
 
     def set_length(self, chunk: Any, length: Any) -> None:
-        """Sets how many positions are left of a chunk."""
+        """Sets the number of positions of a chunk after merging."""
         self.set(self._of_chunk(chunk), self.number, length)
 
     def count(self, chunk: Any) -> None:
-        """Counts the positions of a chunk by parts."""
+        """Counts the positions of a chunk in each part."""
         counts = self._of_chunk(chunk)
         fill(self.b, counts, 0, self.b.shl(self.number, I64(2)))
         for _, part in self._of_parts(chunk):
             self.set(counts, part, self.b.add(self.get(counts, part), I64(1)))
 
     def divide(self) -> None:
-        """Gives each part, and each chunk of it, its place."""
+        """Assigns memory to each part and to its share of each chunk."""
         b, following = self.b, variable(self.b, I64)
         b.store(ZERO, following)
         with loop(b, self.number) as part:
@@ -151,7 +151,7 @@ class Parts:
             self.set(self.ends, part, b.load(following, typ=I64))
 
     def sort(self, chunk: Any) -> None:
-        """Puts the positions of a chunk into their parts."""
+        """Copies the positions of a chunk to their parts."""
         counts = self._of_chunk(chunk)
         for position, part in self._of_parts(chunk):
             at = self.get(counts, part)
@@ -159,14 +159,14 @@ class Parts:
             self.set(self.order, at, position)
 
     def _of_parts(self, chunk: Any) -> Iterator[tuple[Any, Any]]:
-        """The loop over the positions of a chunk, each with its part."""
+        """The loop over the positions of a chunk, with the part of each."""
         kept = self.kept(chunk)
         with loop(self.b, self.length_of_chunk(chunk)) as k:
             position = self.get(kept, k)
             yield position, self.hashed(self.ids.at(position))[0]
 
     def of(self, part: Any) -> tuple[Any, Any]:
-        """The positions of a part, where they begin among all, and how many they are."""
+        """The positions of a part, their begin and their number."""
         start = self.get(self.starts, part)
         return start, self.b.sub(self.get(self.ends, part), start)
 
@@ -174,8 +174,8 @@ class Parts:
 class Sums:
     """The sums of the gradients of equal ids, each in the order of their positions.
 
-    Where many ids are equal, those of a chunk are merged first, and then the sums of the chunks: so
-    several threads add the gradients of an id that most positions have.
+    If many ids are equal, the ids of a chunk are merged first, then the sums of the chunks, so that
+    several threads add the gradients of a frequent id.
     """
 
     def __init__(self, frame: Frame, rows: RowsGroup, merged: Value):
@@ -186,7 +186,7 @@ class Sums:
         self._sums = frame.data(frame.result(I64(len(rows.outs) + 2)))
 
     def of(self, position: Any) -> Any:
-        """The sum of the gradients of a position so far, or its gradient."""
+        """The current sum of the gradients of a position, or its gradient."""
         place = self.parts.get(self.parts.places, position)
         is_single = self.b.icmp_signed("<", place, ZERO)
         start = self.b.select(is_single, self._gradients, self._sums)
@@ -196,15 +196,15 @@ class Sums:
         return self.b.gep(start, [self.b.mul(number, I64(self.bytes))], source_etype=I8)
 
     def merge(self, order: Any, start: Any, many: Any) -> Any:
-        """Merges some positions, and puts the first ones of each id in front.
+        """Merges positions, and moves the first one of each id to the front.
 
         Args:
             order: the positions.
-            start: where the memory of their hash table begins.
-            many: how many there are.
+            start: the begin of the memory of their hash table.
+            many: the number of positions.
 
         Returns:
-            How many ids they have.
+            The number of distinct ids.
         """
         b, parts = self.b, self.parts
         length = b.mul(many, I64(2))
@@ -242,7 +242,7 @@ class Sums:
         return b.load(number, typ=I64)
 
     def _join(self, first: Any, position: Any) -> None:
-        """Adds what a position has to what the first one of its id has."""
+        """Adds the sum of a position to that of the first position of its id."""
         b, parts = self.b, self.parts
         place = parts.get(parts.places, first)
         with b.if_else(b.icmp_signed("<", place, ZERO)) as (single, summed):
@@ -252,7 +252,7 @@ class Sums:
                 b.call(self._add(), [self._row(self._sums, place), self.of(position)])
 
     def _begin_sum(self, first: Any, position: Any) -> None:
-        """The sum of two positions, of which the first one has none yet."""
+        """Starts the sum of two positions, of which the first one has none yet."""
         b, parts = self.b, self.parts
         place = parts.get(parts.places, position)
         with b.if_else(b.icmp_signed("<", place, ZERO)) as (single, summed):
@@ -267,7 +267,7 @@ class Sums:
                 parts.set(parts.places, first, place)
 
     def _add(self) -> ir.Function:
-        """The function that adds a row to another one."""
+        """The function that adds one row to another."""
         if "add_row" in self.b.module.globals:
             return self.b.module.globals["add_row"]
         function, b = inner_function(self.b.module, "add_row", [POINTER, POINTER])
@@ -289,7 +289,7 @@ class Sums:
             parts.set_length(chunk, self.merge(parts.kept(chunk), start, many))
 
     def sample(self) -> None:
-        """Merges the first chunk of many, and notes whether many of its ids are equal."""
+        """Merges the first chunk of many, and records whether many of its ids are equal."""
         b, parts = self.b, self.parts
         parts.set(parts.common, ZERO, ZERO)
         with b.if_then(self._has_sample()):
@@ -298,7 +298,7 @@ class Sums:
             parts.set(parts.common, ZERO, b.zext(is_less, I64))
 
     def prepare_next(self, chunk: Any) -> None:
-        """Lists the positions of a chunk that is no sample, and merges them as the sample tells."""
+        """Lists the positions of another chunk, and merges them depending on the sample."""
         b = self.b
         is_sample = b.and_(self._has_sample(), b.icmp_signed("==", chunk, ZERO))
         with b.if_then(b.not_(is_sample)):
@@ -310,7 +310,7 @@ class Sums:
 
 
 def fetch(b: ir.IRBuilder, pointer: Any, size: int) -> None:
-    """Asks for a row that will be written."""
+    """Prefetches a row that will be written."""
     function = b.module.globals.get("llvm.prefetch.p0") or ir.Function(
         b.module, ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32]), "llvm.prefetch.p0"
     )

@@ -16,9 +16,9 @@ _REDUCTIONS |= {"reduce_and": {"bool"}, "reduce_or": {"bool"}}
 
 @dataclasses.dataclass(eq=False)
 class SumGroup(LeafGroup):
-    """Reductions of what is computed from some arrays of one shape, element by element.
+    """Reductions of values computed elementwise from arrays of one shape.
 
-    Its outputs are scalars. Reductions come last in its operations.
+    Its outputs are scalars. Its last operations are the reductions.
     """
 
     stage: int = 0  # how many reductions may come before: those of one stage are independent
@@ -29,7 +29,7 @@ def find_sums(nodes: Sequence[Any], wanted: Collection[Any]) -> list[SumGroup]:
 
     Args:
         nodes: operations and native calls, in order.
-        wanted: those that native calls need.
+        wanted: the reductions that native calls need.
     """
     operations = [node for node in nodes if isinstance(node, Operation)]
     reductions = {op for op in operations if op in wanted and _is_whole(op)}
@@ -56,14 +56,14 @@ def find_sums(nodes: Sequence[Any], wanted: Collection[Any]) -> list[SumGroup]:
 
 
 def _is_whole(op: Operation) -> bool:
-    """Whether an operation reduces an array to a number, in a way that is known here."""
+    """Whether an operation is a supported reduction of an array to a number."""
     dtypes, shape = _REDUCTIONS.get(op.name, ()), op.ins[0].shape if op.ins else ()
     is_known = math.prod(shape) >= _FEWEST and op.ins[0].dtype in dtypes
     return is_known and len(op.eqn.params["axes"]) == len(shape)
 
 
 def _stages(nodes: Sequence[Any], reductions: Collection[Operation]) -> dict[Operation, int]:
-    """How many reductions come before each, on one path."""
+    """The largest number of other reductions on a path to each reduction."""
     after, stages = dict[Value, int](), dict[Operation, int]()
     for node in nodes:
         stage = max((after.get(v, 0) for v in node.ins), default=0)
@@ -74,7 +74,7 @@ def _stages(nodes: Sequence[Any], reductions: Collection[Operation]) -> dict[Ope
 
 
 def _before(op: Operation, fusible: Collection[Operation]) -> tuple[set[Operation], set[Value]]:
-    """The operations element by element that an operation needs, and the arrays that they read."""
+    """The elementwise operations that an operation needs, and the arrays that they read."""
     is_own = lambda v: v.maker is not None and v.maker in fusible
     follow = lambda v: v.maker.ins if is_own(v) and v.maker.name != "broadcast_in_dim" else ()
     values = [*made_of(op.ins[:1], follow)]

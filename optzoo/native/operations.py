@@ -1,6 +1,6 @@
-"""Operations of JAX on single elements, in LLVM's language.
+"""JAX operations on single elements, in LLVM IR.
 
-A value of a dtype is a value of LLVM: bfloat16 as its bits.
+A value of a dtype is an LLVM value; bfloat16 is represented by its bits.
 """
 
 import math
@@ -72,17 +72,17 @@ def add(b: ir.IRBuilder, dtype: str, x: Any, y: Any) -> Any:
 
 
 def smaller(b: ir.IRBuilder, x: Any, y: Any) -> Any:
-    """The smaller one of two signed integers."""
+    """The smaller of two signed integers."""
     return b.select(b.icmp_signed("<", x, y), x, y)
 
 
 def larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:
-    """The larger one of two signed integers."""
+    """The larger of two signed integers."""
     return b.select(b.icmp_signed(">", x, y), x, y)
 
 
 def neutral(name: str, dtype: str) -> Any:
-    """Where a reduction starts."""
+    """The start value of a reduction."""
     if dtype == "bool":
         return BOOL(name == "reduce_and")
     if dtype in INTEGERS:
@@ -155,17 +155,17 @@ def _of_floats(b: ir.IRBuilder, op: Operation, kind: str, args: Sequence[Any]) -
 
 
 def _larger(b: ir.IRBuilder, x: Any, y: Any) -> Any:
-    """NaN if either is; 0 of 0 and -0."""
+    """NaN if either operand is NaN; 0 of 0 and -0."""
     return _intrinsic(b, "maximum", x, y)
 
 
 def _smaller(b: ir.IRBuilder, x: Any, y: Any) -> Any:
-    """NaN if either is; -0 of 0 and -0."""
+    """NaN if either operand is NaN; -0 of 0 and -0."""
     return _intrinsic(b, "minimum", x, y)
 
 
 def _integer_power(b: ir.IRBuilder, x: Any, y: int, t: Any) -> Any:
-    """As JAX lowers it: by repeated squares."""
+    """By repeated squaring, like JAX."""
     result, n = None, abs(y)
     while n:
         if n & 1:
@@ -184,7 +184,7 @@ def _intrinsic(b: ir.IRBuilder, name: str, *args: Any) -> Any:
 
 
 def convert(b: ir.IRBuilder, x: Any, kind: str, out: str) -> Any:
-    """An element in another dtype, rounded to the nearest."""
+    """An element in another dtype, rounded to nearest."""
     if kind == out:
         return x
     if kind == "bfloat16":
@@ -211,7 +211,7 @@ def convert(b: ir.IRBuilder, x: Any, kind: str, out: str) -> Any:
 
 
 def _to_bfloat16(b: ir.IRBuilder, x: Any) -> Any:
-    """The upper half of the bits, to the nearest and to even; NaN stays NaN."""
+    """The upper half of the bits, rounded to nearest even; keeps NaN."""
     bits = b.bitcast(x, I32)
     upper = b.lshr(bits, I32(16))
     rounded = b.lshr(b.add(b.add(bits, I32(0x7FFF)), b.and_(upper, I32(1))), I32(16))

@@ -8,7 +8,7 @@ from ..jaxprs.graph import Value, needed
 
 
 def in_order(nodes: Iterable[Any], results: Iterable[Value]) -> list[Any]:
-    """Operations and groups such that each comes after what it needs; without the superfluous.
+    """Operations and groups after those on which they depend, without unused ones.
 
     Raises:
         graphlib.CycleError: if there is no such order.

@@ -1,7 +1,7 @@
-"""Tasks for the threads of XLA's own pool, in LLVM's language.
+"""Tasks for the threads of XLA's own pool, in LLVM IR.
 
-The thread that XLA calls takes part, and can do all tasks alone. So nothing waits for a thread of
-the pool that is busy, and calls of several devices share the pool.
+The calling thread participates, and can run all tasks itself, so it never waits for busy threads of
+the pool, and calls of several devices share the pool.
 """
 
 import ctypes
@@ -24,14 +24,14 @@ _WORDS = 5
 def in_parallel(
     frame: Frame, name: str, many: Any, is_worth: Any, write: Callable[[Frame, Any], None]
 ) -> None:
-    """Does ``many`` tasks, in any order, on any threads; returns when all are done.
+    """Runs ``many`` tasks, in any order, on any threads; returns when all are finished.
 
     Args:
-        frame: of the call.
-        name: of the functions in the module.
+        frame: the frame of the call.
+        name: the name of the functions in the module.
         many: the number of tasks.
-        is_worth: whether other threads are asked for help.
-        write: writes a task, given the frame, which is that of the call, and its number.
+        is_worth: whether to use other threads.
+        write: writes a task, given the frame of the call and the index of the task.
     """
     b = frame.b
     work, task = _functions(frame.b.module, name, write)
@@ -70,7 +70,7 @@ def in_parallel(
 def _functions(
     module: ir.Module, name: str, write: Callable[[Frame, Any], None]
 ) -> tuple[ir.Function, ir.Function]:
-    """The function that does tasks until none is left, and that for a thread of the pool."""
+    """The function that runs tasks until none is left, and its variant for a thread of the pool."""
     kind = ir.FunctionType(ir.VoidType(), [POINTER])
     work, task = (ir.Function(module, kind, f"{name}_{part}") for part in ("work", "task"))
     for function in (work, task):
@@ -95,7 +95,7 @@ def _functions(
 
 
 def _threads(frame: Frame) -> Any:
-    """How many threads the pool has; 1 if there is none."""
+    """The number of threads of the pool; 1 without a pool."""
     b, found = frame.b, memory(frame.b, 8)
     b.store(I64(1), found)
     api = frame.field(POINTER, frame.pointer, CallFrame.api)
@@ -107,7 +107,7 @@ def _threads(frame: Frame) -> Any:
 
 
 def _ask(frame: Frame, function: Any, kind: type, fields: Mapping[Any, Any]) -> Any:
-    """Calls a function of XLA with a structure; gives whether it returned an error."""
+    """Calls a function of XLA with a structure; returns whether it failed."""
     b, of_xla = frame.b, ir.FunctionType(POINTER, [POINTER]).as_pointer()
     api = frame.field(POINTER, frame.pointer, CallFrame.api)
     ctx = frame.field(POINTER, frame.pointer, CallFrame.ctx)
@@ -137,7 +137,7 @@ def _word(b: ir.IRBuilder, shared: Any, word: int) -> Any:
 
 
 def _count(b: ir.IRBuilder, shared: Any, word: int, by: int) -> Any:
-    """Adds to a word that several threads change; gives what it was."""
+    """Atomically adds to a word; returns its previous value."""
     return b.atomic_rmw("add", _word(b, shared, word), I64(by), "acq_rel")
 
 

@@ -1,7 +1,7 @@
-"""Exponentials, logarithms and real powers, in LLVM's language.
+"""Exponentials, logarithms and real powers, in LLVM IR.
 
-They are written out, because calls of a library would keep LLVM from computing several elements at
-once. Integers are made by adding a large number, whose last place is 1, for the same reason.
+They are implemented here, since calls of a library would prevent vectorization by LLVM. For the
+same reason numbers are rounded to integers by adding a large number whose last place is 1.
 """
 
 import math
@@ -17,7 +17,7 @@ _CONTRACT = ("contract",)
 
 
 class _Format(NamedTuple):
-    """What an exponential needs to know of a type."""
+    """Constants of an exponential for a floating-point type."""
 
     integer: Any  # of as many bits
     places: int  # of the mantissa
@@ -42,7 +42,7 @@ _FORMATS = {
 
 
 def exponential(b: ir.IRBuilder, x: Any) -> Any:
-    """``exp(x)``: 2 to an integer times the Taylor series of what is left."""
+    """``exp(x)``: a power of 2 times the Taylor series of the rest."""
     t, form = x.type, _FORMATS[x.type]
     x = _select(b, "<", x, t(form.least), t(form.least), x)
     x = _select(b, ">", x, t(form.most), t(form.most), x)
@@ -64,7 +64,7 @@ def exponential(b: ir.IRBuilder, x: Any) -> Any:
 
 
 def logarithm(b: ir.IRBuilder, x: Any) -> Any:
-    """``log(x)``: of a power of 2, and of what is left by the series of ``atanh``."""
+    """``log(x)``: of a power of 2, plus the series of ``atanh`` for the rest."""
     is_tiny = b.fcmp_ordered("<", x, F64(2.0**-1022))
     normal = b.select(is_tiny, b.fmul(x, F64(2.0**54)), x)
     bits = b.bitcast(normal, I64)
@@ -113,7 +113,7 @@ def power(b: ir.IRBuilder, x: Any, y: Any) -> Any:
 
 
 def _polynomial(b: ir.IRBuilder, x: Any, factors: list[float]) -> Any:
-    """By Horner's rule, the factor of the lowest power first."""
+    """A polynomial by Horner's rule, with coefficients in ascending order."""
     found = x.type(factors[-1])
     for factor in reversed(factors[:-1]):
         found = _plus(b, _times(b, found, x), x.type(factor))

@@ -1,4 +1,4 @@
-"""Rows of tables that one native loop reads, computes and writes: what the loop is made of."""
+"""Groups of rows of tables that one native loop reads, computes and writes."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ DISTINCT = {*MERGES, "rows_distinct"}  # of what gives ids of which no two are e
 
 
 class Part(NamedTuple):
-    """New elements of rows, and where they are in the rows of an array."""
+    """New elements of rows, and their positions in the rows of an array."""
 
     array: Value  # a table, or a result that has a row for each id
     value: Value
@@ -28,10 +28,10 @@ class Part(NamedTuple):
 class RowsGroup(Group):
     """Rows of some tables that share their ids: read, computed and written one after the other.
 
-    It changes rows of tables (``writes``), gives a row for each id (``reads``), or both: then those
-    of ids out of range are zeros. The inputs are the ids, the gradients if rows of equal ids are to
-    be merged, the tables, other arrays, those of which rows take entries, and scalars, in this
-    order.
+    It changes rows of tables (``writes``), returns a row for each id (``reads``), or both, in which
+    case rows of ids out of range are zeros. The inputs are, in this order: the ids, the gradients
+    if rows with equal ids must be merged, the tables, other arrays, arrays from which rows read
+    entries, and scalars.
     """
 
     ids: Value
@@ -46,17 +46,17 @@ class RowsGroup(Group):
 
     @property
     def parts(self) -> list[Part]:
-        """What is written."""
+        """The written parts."""
         return _parts(self.writes, self.reads, self.lanes)
 
     @property
     def repeats(self) -> bool:
-        """Whether rows of equal ids may be written: XLA has not merged them."""
+        """Whether rows with equal ids may be written, as XLA has not merged them."""
         return bool(self.writes) and (self.merged is not None or not are_distinct(self.ids))
 
     @property
     def kept(self) -> list[Value]:
-        """What has one element in a row and is computed before any is written, in order."""
+        """Values with one element per row, computed before any write, in order."""
         parts = {"slice", "split"} if self.lanes is None else {}
         made = [
             v for op in each(self.operations) if op.name in {*REDUCTIONS, *parts} for v in op.outs
@@ -65,12 +65,12 @@ class RowsGroup(Group):
 
 
 def are_distinct(ids: Value) -> bool:
-    """Whether no two of the ids are equal, but for those out of range."""
+    """Whether all ids are distinct, except those out of range."""
     return ids.maker is not None and ids.maker.name in DISTINCT
 
 
 def lanes_of(operations: Iterable[Operation]) -> tuple[int, int] | None:
-    """The groups of consecutive elements into which rows are split: how many, and how long."""
+    """The number and the length of the groups into which rows are split."""
     for op in each(operations):
         split = splits(op)
         if split is not None:
@@ -81,7 +81,7 @@ def lanes_of(operations: Iterable[Operation]) -> tuple[int, int] | None:
 def _parts(
     writes: Sequence[Operation], reads: Sequence[Value], lanes: tuple[int, int] | None
 ) -> list[Part]:
-    """What is put into rows; of long rows their parts."""
+    """The values written to rows; for long rows, their parts."""
     wholes = [(op.ins[0], op.ins[2], op.name == "rows_add") for op in writes]
     wholes += [(v, v, False) for v in reads]
     shapes = {array.shape[1:] for array, _, _ in wholes}

@@ -55,7 +55,7 @@ def rows_kernel(name: str, rows: RowsGroup, version: tuple[int, int]) -> str:
 
 
 def _by_blocks(frame: Frame, rows: RowsGroup, function: Any) -> None:
-    """Rows of different ids, as they come."""
+    """Rows with distinct ids, in order."""
     b, many = frame.b, Ids(frame, rows).many
 
     def some(frame, task):
@@ -69,7 +69,7 @@ def _by_blocks(frame: Frame, rows: RowsGroup, function: Any) -> None:
 
 
 def _by_parts(frame: Frame, rows: RowsGroup, function: Any) -> None:
-    """Rows of equal ids by the same thread, and merged if they are to be."""
+    """Rows with equal ids by the same thread, merged if required."""
     b, parts, merged = frame.b, Parts(frame, rows), rows.merged
     is_worth = _is_worth(b, rows, parts.ids.many)
     of_chunks = b.and_(is_worth, b.icmp_signed(">=", parts.chunks, I64(_CHUNKS)))
@@ -77,7 +77,7 @@ def _by_parts(frame: Frame, rows: RowsGroup, function: Any) -> None:
         Sums(frame, rows, merged).sample()
 
     def of(frame):
-        """The parts, and the sums if there are any, in the function of a task."""
+        """The parts, and the sums if any, in the function of a task."""
         if merged is None:
             return Parts(frame, rows), None
         return (sums := Sums(frame, rows, merged)).parts, sums
@@ -107,7 +107,7 @@ def _by_parts(frame: Frame, rows: RowsGroup, function: Any) -> None:
 
 
 def _is_worth(b: ir.IRBuilder, rows: RowsGroup, many: Any) -> Any:
-    """Whether a step on some ids is worth the start of threads."""
+    """Whether a step with this number of ids is worth starting threads."""
     nbytes = sum(map(_size, rows.outs))
     return b.icmp_signed(">=", many, I64(_NBYTES // nbytes))
 
@@ -125,13 +125,13 @@ class _RowArguments:
         return [POINTER] * len(self.pointers) + scalars + [I64, I64, I64]
 
     def named(self, args: Sequence[Any]) -> tuple[dict[Value, Any], Any, Any, Any]:
-        """By values their pointers, or scalars; the row, its position, the number of rows."""
+        """The pointers or scalars of values; the row, its position, the number of rows."""
         values = [*self.pointers, *self.rows.scalars]
         return dict(zip(values, args, strict=False)), *args[-3:]
 
 
 class _Row:
-    """The function for one row: its reductions, its elements, what has one element for each row."""
+    """The function for one row: its reductions, its elements, its values with one element."""
 
     def __init__(
         self, b: ir.IRBuilder, rows: RowsGroup, given: tuple[dict[Value, Any], Any, Any, Any]
@@ -162,7 +162,7 @@ class _Row:
         self.b.ret_void()
 
     def _write_groups(self, parts: Sequence[Part], of_group: Sequence[Operation]) -> None:
-        """Group after group: its reductions, its elements, what has one element for each group."""
+        """For each group: its reductions, its elements, its values with one element."""
         number, length = self._groups()
         of_groups = [part for part in parts if math.prod(part.row) == number]
         parts = [part for part in parts if part not in of_groups]
@@ -186,7 +186,7 @@ class _Row:
             self._store([(part, (self.position, group)) for part in of_groups])
 
     def _store(self, parts: Sequence[tuple[Part, Index]]) -> None:
-        """Replaces an element of each table, or adds to it, once all of them are computed."""
+        """Replaces or adds to an element of each table, after all of them are computed."""
         made = []
         for part, index in parts:
             array, new = (
@@ -202,13 +202,13 @@ class _Row:
             store(self.b, array.dtype, self.given[array], at, new)
 
     def _from(self, part: Part, start: int, index: Index) -> Index:
-        """An index in a part of the last axis, as an index of the whole."""
+        """Converts an index in a part of the last axis to an index of the whole axis."""
         size = part.row[-1] if part.row else 1
         return (*index[:-1], self.elements.in_part(index[-1], start, size)) if start else index
 
     @contextlib.contextmanager
     def _elements(self, row: Sequence[int]) -> Iterator[Index]:
-        """A loop over the elements of a row, group after group if it has groups; the index."""
+        """A loop over the elements of a row, or of its groups; yields the index."""
         lanes, width = self.rows.lanes, math.prod(row)
         if lanes is not None and width > lanes[0]:
             groups, shape = loop(self.b, I64(lanes[0]), **OUTER), (1, *row)
@@ -238,7 +238,7 @@ class _Row:
             yield lane, index_of
 
     def _groups(self) -> tuple[int, int]:
-        """How many groups a row has, and their length."""
+        """The number and the length of the groups of a row."""
         assert self.rows.lanes is not None
         return self.rows.lanes
 
@@ -280,20 +280,20 @@ class _Row:
         return load(self.b, value.dtype, self.given[value], self._place(value, index))
 
     def _entry(self, array: Value, ids: Value, index: Index) -> Any:
-        """An element of the entry of a list whose number this row has computed."""
+        """An element of an entry of a list, at an index computed for this row."""
         number = convert(self.b, self.elements.of(ids, index[:1]), ids.dtype, "int64")
         number = _nearest(self.b, number, I64(array.shape[0]))
         at = self._offset(array.shape, (number, *index[1:]))
         return load(self.b, array.dtype, self.given[array], at)
 
     def _place(self, value: Value, index: Index) -> Any:
-        """Where an element is, from where the pointer of its array points to."""
+        """The offset of an element from the pointer of its array."""
         if value in self.rows.streams or value in self.rows.reads:
             return self._offset(value.shape, index)
         return self._offset(value.shape[1:], index[1:])  # it points to the row
 
     def _constant(self, value: Value) -> Any:
-        """The number of rows is an argument, so that tables of all heights share the function."""
+        """Constants; the number of rows is an argument, to share code by tables of any height."""
         if value.dtype in ("int32", "int64") and value.literal == self.rows.tables[0].shape[0]:
             return convert(self.b, self.num_rows, "int64", value.dtype)
         return constant(value.dtype, value.literal)
@@ -320,12 +320,12 @@ def _same(index: Index, other: Index) -> bool:
 
 
 def _many(value: Value) -> int:
-    """How many elements a row has."""
+    """The number of elements of a row."""
     return math.prod(value.shape[1:])
 
 
 class _EachRow:
-    """A loop over rows that some ids name."""
+    """A loop over the rows at some ids."""
 
     def __init__(self, frame: Frame, rows: RowsGroup, function: Any):
         self.b, self.frame, self.rows, self.function = frame.b, frame, rows, function
@@ -348,9 +348,9 @@ class _EachRow:
         """Updates the rows.
 
         Args:
-            many: how many there are.
-            position_of: the position of one in the ids.
-            gradient_of: the memory of its gradient, if that is no stream.
+            many: the number of rows.
+            position_of: the position of a row in the ids.
+            gradient_of: the memory of its gradient, if it is not a stream.
         """
         b = self.b
         with loop(b, many) as k:
@@ -369,7 +369,7 @@ class _EachRow:
 
     @contextlib.contextmanager
     def _at(self, position: Any) -> Iterator[Any]:
-        """What is done with the row of a position, if there is one: to read alone, a near one."""
+        """Processes the row of a position, if it exists; reads use the nearest row."""
         b, row = self.b, self.ids.at(position)
         if not self.rows.writes:
             yield _nearest(b, row, self.ids.num_rows)
@@ -382,13 +382,13 @@ class _EachRow:
                     fill(b, self._row(v, start, position), 0, I64(_size(v)))
 
     def _fetch_streams(self, position: Any) -> None:
-        """Asks for what arrays have at a position."""
+        """Prefetches elements of arrays at a position."""
         for v, start in zip(self.rows.streams, self.others, strict=False):
             if v.shape[:1] == self.rows.ids.shape:
                 fetch(self.b, self._row(v, start, position), _size(v))
 
     def _memory(self, i: int) -> Any:
-        """That of an argument, or of the result that takes its place."""
+        """The memory of an argument, or of the result that replaces it."""
         o = self.rows.aliases.get(i)
         frame = self.frame
         return frame.data(frame.argument(I64(i)) if o is None else frame.result(I64(o)))

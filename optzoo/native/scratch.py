@@ -1,4 +1,4 @@
-"""The memory that native functions need besides their arrays."""
+"""Temporary memory of native functions."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ _MOST_PARTS = 4096
 
 
 def of_sums(sizes: Sequence[int], many: int) -> list[jax.ShapeDtypeStruct]:
-    """The array of :mod:`sum_kernel`: for each block of some arrays ``many`` numbers of 8 bytes."""
+    """The array of :mod:`sum_kernel`: ``many`` 8-byte numbers for each block of some arrays."""
     blocks = sum(-(-size // SUMMED) for size in sizes)
     return [jax.ShapeDtypeStruct((2 * blocks * many,), jnp.int32)]
 

@@ -1,4 +1,4 @@
-"""What needs not be computed, for its result is known."""
+"""Removes computations whose results are known."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from .order import in_order
 
 
 def simplify(program: Graph) -> None:
-    """Takes additions of zeros out of a program, as XLA does it, and what is added twice."""
+    """Removes additions of zeros, as XLA does, and duplicate additions of rows."""
     same, added = dict[Value, Value](), _rows_added(program)
 
     def replace(op):
@@ -36,7 +36,7 @@ def _rows_added(program: Graph) -> dict[Any, Value]:
 
 
 def _added_elsewhere(op: Operation, added: Mapping[Any, Value]) -> Value | None:
-    """The sum of an array and of rows in an array of zeros, if the rows are added to it as well."""
+    """The sum of an array and of rows in an array of zeros, if the rows are also added to it."""
     if op.name not in ("add", "add_any"):
         return None
     for v, w in (op.ins, op.ins[::-1]):
@@ -47,7 +47,7 @@ def _added_elsewhere(op: Operation, added: Mapping[Any, Value]) -> Value | None:
 
 
 def _unchanged(op: Operation) -> Value | None:
-    """The operand that the result is equal to, if there is one."""
+    """The operand that equals the result, if there is one."""
     if op.name == "optzoo_placed_as":  # results of native code are where its operands are
         return op.ins[0]
     if op.name in ("add", "add_any"):
@@ -65,7 +65,7 @@ def _unchanged(op: Operation) -> Value | None:
 
 
 def _holds_all(wide: Any, dtype: Any) -> bool:
-    """Whether one dtype has every number of another one."""
+    """Whether one dtype can represent every number of another."""
     if promote_types(dtype, wide) != wide:
         return False
     if not (jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(wide, jnp.floating)):
@@ -75,6 +75,6 @@ def _holds_all(wide: Any, dtype: Any) -> bool:
 
 
 def _is_zero(v: Value) -> bool:
-    """Whether all its elements are known to be zero."""
+    """Whether all elements of a value are known to be zero."""
     number = number_of(v)
     return number is not None and v.aval.dtype.kind in "iuf" and number == 0

@@ -6,14 +6,14 @@ from ..jaxprs.graph import Graph, Value
 
 
 def find_slices(program: Graph, places: Mapping[Value, Value]) -> dict[Value, Value]:
-    """By arrays of which a slice is replaced what it is written into: they, or what they become.
+    """For arrays of which a slice is replaced, the value into which it is written.
 
-    Nothing else reads that, so XLA copies nothing: it writes the slice alone. The slice is made
-    of gradients, so XLA makes no pass over parameters and slots for it.
+    This value has no other readers, so XLA writes only the slice, without a copy. The slice is
+    computed from gradients, so XLA makes no pass over parameters and slots for it.
 
     Args:
         program: a step, or a branch in it.
-        places: by each array of the parameters and the state its next value.
+        places: the next value of each array of the parameters and the state.
     """
     made, readers = program.depending(places), program.readers()
     found = dict[Value, Value]()

@@ -1,4 +1,4 @@
-"""A step of an optimizer, update and addition, by native loops."""
+"""A step of an optimizer, the update and its addition, as native code."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ Native = bool | Literal["require"]  # whether a step is native, or must be
 def native_step(
     tx: optax.GradientTransformation, *, in_place: InPlace = "all", required: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    r"""A step of an optimizer as native code: one pass over the rows, or over a leaf.
+    r"""A step of an optimizer as native code, in one pass over the rows or over a leaf.
 
-    It computes what
+    It is equivalent to
 
     .. code-block:: python
 
         updates, state = tx.update(grads, state, params, **extra_args)
         params = optax.apply_updates(params, updates)
 
-    computes, with the same state, so it can take turns with it, and with checkpoints of it. A
-    parameter with a gradient of None, of which ``optax.apply_updates`` knows nothing, stays. XLA's
-    CPU compiler makes one loop for each array that it writes, and reads and writes rows one after
-    the other. Here the operations of the update are found in its program and compiled again, to one
-    loop: for the rows of a table (merge, read, compute, write), and for arrays that are updated
-    element by element. So are norms of whole arrays that an update needs, and the branches of a
-    ``cond`` (:func:`optzoo.accumulate`, ``optax.apply_if_finite``), with the addition to the
-    parameters; where updates are zeros, parameters are not touched. Everything else stays with
-    XLA, such as matrices and loops.
+    with the same state, so both can be used in turn, and with the same checkpoints. Parameters with
+    a gradient of None, which ``optax.apply_updates`` does not support, are unchanged. XLA's CPU
+    compiler makes a loop for each array that it writes, and reads and writes rows in separate
+    loops. This function compiles the operations of the update to a single loop: for the rows of a
+    table (merge, read, compute, write), and for arrays that are updated elementwise. It also
+    compiles norms of whole arrays that an update needs, and the branches of a ``cond``
+    (:func:`optzoo.accumulate`, ``optax.apply_if_finite``) with the addition to the parameters; a
+    branch with updates of zeros does not access parameters. XLA runs everything else, such as
+    matrix operations and loops.
 
-    On TPUs the rows of a table and of its slots are read, computed and written by one Pallas
-    kernel, if their elements have 32 bits and each of them has rows of several elements.
+    On TPUs one Pallas kernel reads, computes and writes the rows of a table and its slots, if all
+    of them have 32-bit elements and rows of several elements.
 
-    If native code cannot run, XLA does all of it, with the same results up to rounding: on a CPU
-    without llvmlite (the extra ``native``) or with another system than Linux, on GPUs, under
-    ``vmap`` and in derivatives.
+    If native code cannot run, XLA computes the step, with the same results up to rounding: on CPUs
+    without llvmlite (the extra ``native``) or without Linux, on GPUs, under ``vmap`` and in
+    derivatives.
 
-    Put it into a ``jit`` that donates parameters and state. Otherwise they are copied.
+    Use it in a ``jit`` that donates parameters and state. Otherwise they are copied.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -67,19 +67,17 @@ def native_step(
 
     Args:
         tx: any optax transformation.
-        in_place: ``"slots"`` where the parameters are not donated: the new values of arrays then
-            get memory of their own at once, and XLA does not copy the old ones before. Rows are
-            always in place.
-        required: raise an error where not all of the update is native, instead of leaving it to
-            XLA.
+        in_place: ``"slots"`` if the parameters are not donated: new values of arrays are then
+            written to new memory, without a copy of the old values. Rows are always updated in
+            place.
+        required: whether to raise an error if XLA has to compute a part of the update.
 
     Raises:
-        TypeError: if ``tx`` is no transformation, or ``required`` is no bool.
-        ValueError: if ``in_place`` is something else; at trace time, if ``state`` is not one of
-            ``tx`` for these parameters, or, with ``required``, if some arrays are not updated
-            natively.
+        TypeError: if ``tx`` is not a transformation, or ``required`` is not a bool.
+        ValueError: if ``in_place`` has another value; at trace time, if ``state`` is not a state of
+            ``tx`` for these parameters, or, with ``required``, if XLA would update some arrays.
         RuntimeError: with ``required``, if native code cannot run, or XLA computes the update: on
-            other platforms than CPUs and TPUs, under ``vmap``, in derivatives, and of arrays that
+            platforms other than CPUs and TPUs, under ``vmap``, in derivatives, and for arrays that
             it divides over devices.
 
     Warns:
@@ -114,7 +112,7 @@ def native_step(
 
 
 def check_native(native: Any) -> None:
-    """Raises ``ValueError`` unless it is one of :data:`Native`."""
+    """Raises ``ValueError`` unless ``native`` is one of :data:`Native`."""
     if native not in (False, True, "require"):
         raise ValueError(f"native must be False, True or 'require', got {native!r}")
 
@@ -127,10 +125,10 @@ def natively(
     in_place: InPlace = "all",
     required: bool = False,
 ) -> tuple[tuple[Any, Any], Any]:
-    """What ``f(params, state)`` computes: the next parameters and state, and something else.
+    """The results of ``f(params, state)``: the next parameters and state, and another result.
 
-    :func:`native_step` describes ``in_place`` and ``required``. Parts of the state whose type has
-    an attribute ``left_to_xla`` need not be native.
+    :func:`native_step` describes ``in_place`` and ``required``. XLA may compute parts of the state
+    whose type has an attribute ``left_to_xla``.
     """
     reason = _refusal(required)
     if reason is not None and required:
@@ -166,21 +164,21 @@ def natively(
 
 
 def _refusal(required: bool) -> str | None:
-    """Why there is no native code in the program that is traced.
+    """The reason why the traced program has no native code.
 
-    For which platform it is compiled is known when it is lowered, which raises an error then if
-    native code is required.
+    The platform of the program is known when it is lowered, which raises an error if native code is
+    required.
     """
     backend = jax.default_backend()
     if backend not in ("cpu", "tpu") and not required:
-        return f"the default backend is {backend}, and native code is for CPUs and TPUs"
+        return f"the default backend is {backend}, but native code supports only CPUs and TPUs"
     if AxisType.Explicit in (get_abstract_mesh().axis_types or ()):
-        return "native code does not know explicit shardings"
+        return "native code does not support explicit shardings"
     return None
 
 
 def _check_all(division: Any, results: list[Any], shapes: tuple[Any, Any]) -> None:
-    """Raises unless all results that the update changes are made by native calls."""
+    """Raises an error unless native calls make all results that the update changes."""
     is_any = lambda part: getattr(type(part), "left_to_xla", False)
     is_left = lambda part: jax.tree.map(lambda x: is_any(part) or 0 in x.shape, part)
     left = jax.tree.leaves(jax.tree.map(is_left, shapes, is_leaf=is_any))

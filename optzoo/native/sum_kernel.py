@@ -1,7 +1,7 @@
 """The native function of reductions: loops over blocks of elements, then over the blocks.
 
-Elements are reduced in blocks, and the blocks in order: so a result does not depend on the number
-of threads, and sums of large arrays are exact enough in float32.
+Elements are reduced in blocks, and the blocks in order, so that results do not depend on the number
+of threads, and sums of large arrays are accurate in float32.
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ def sum_kernel(name: str, sums: SumGroup, version: tuple[int, int]) -> str:
         return frame.b.sdiv(frame.b.add(blocks(frame, k), I64(_TASK - 1)), I64(_TASK))
 
     def place(frame, block, o):
-        """Where a number of a block is, among those of all groups."""
+        """The position of a number of a block among those of all groups."""
         b, results = frame.b, frame.field(I64, frame.pointer, CallFrame.rets, Rets.size)
         memory = frame.data(frame.result(b.sub(results, I64(1))))
         at = b.add(b.mul(block, I64(no)), I64(o))

@@ -1,4 +1,4 @@
-"""Reductions over the elements that a loop computes, in LLVM's language."""
+"""Reductions over the elements of a loop, in LLVM IR."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from .operations import TYPES, neutral, reduced
 
 
 class Totals:
-    """A total for each reduction, which starts where it is made."""
+    """A total for each reduction, with its start value."""
 
     def __init__(self, b: ir.IRBuilder, reductions: Sequence[Operation]):
         self.b = b
@@ -20,10 +20,10 @@ class Totals:
             b.store(neutral(op.name, op.outs[0].dtype), total)
 
     def add(self, element_of: Callable[[Operation], Any]) -> None:
-        """Adds to the total of each reduction the element that ``element_of`` gives."""
+        """Adds the element ``element_of`` returns to the total of each reduction."""
         for op, total in self._of.items():
             self.b.store(reduced(self.b, op.name, self.get(op), element_of(op)), total)
 
     def get(self, op: Operation) -> Any:
-        """The total of a reduction so far."""
+        """The current total of a reduction."""
         return self.b.load(self._of[op], typ=TYPES[op.outs[0].dtype])

@@ -1,8 +1,8 @@
 """The rows of a group on a TPU: one Pallas kernel reads, computes and writes them.
 
-The rows of a block of ids are copied from the tables to fast memory, one by one, computed together,
-and copied back. While a block is computed, the rows of the next one are read and those of the last
-one are written.
+The rows of a block of ids are copied from the tables to fast memory one by one, computed together,
+and copied back. Meanwhile the rows of the next block are read and those of the previous one are
+written.
 """
 
 import math
@@ -32,7 +32,7 @@ _REDUCE = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
 
 
 def tpu_kernel(rows: RowsGroup, *, interpret: Any = False) -> Callable[..., tuple[Array, ...]]:
-    """The function of the inputs of a group that gives its outputs, by a kernel for TPUs.
+    """The function from the inputs of a group to its outputs, by a kernel for TPUs.
 
     Args:
         rows: the group.
@@ -55,13 +55,13 @@ def tpu_kernel(rows: RowsGroup, *, interpret: Any = False) -> Callable[..., tupl
 
 
 def _check(rows: RowsGroup) -> None:
-    """Raises ``Unsupported`` if no kernel can be made of a group."""
+    """Raises ``Unsupported`` if a group cannot become a kernel."""
     if rows.ids.maker is None or rows.ids.maker.name != "rows_merge":
         raise Unsupported("its rows may repeat, and are not merged")
     if rows.reads or rows.lists:
-        raise Unsupported("a kernel for TPUs gives no rows, and takes no entries of lists")
+        raise Unsupported("a kernel for TPUs supports neither returned rows nor entries of lists")
     if rows.ids.shape[0] < 2:
-        raise Unsupported("there is one id")
+        raise Unsupported("it has a single id")
     if any(len(v.shape) != 2 or v.shape[1] == 1 for v in rows.tables):
         # XLA gathers and scatters single elements for as much as whole rows, so a kernel for the
         # rest would save a tenth of the bytes.
@@ -75,13 +75,12 @@ def _check(rows: RowsGroup) -> None:
 class _Block:
     """The values of a group for a block of ids, each computed once, as scalars or matrices.
 
-    A matrix has a row for each id, or one row that holds for all of them; and columns in the same
-    way.
+    A matrix has a row for each id, or one row for all of them, and likewise for columns.
 
     Args:
-        ids: the value whose elements are the numbers of the rows.
-        first: the number of the first id of the block.
-        read: ``read(value, by_rows)`` gives a value that is in memory; None for any other value.
+        ids: the value whose elements are the row indices.
+        first: the index of the first id of the block.
+        read: ``read(value, by_rows)`` returns a value in memory; None for any other value.
     """
 
     def __init__(self, ids: Value, first: Any, read: Callable[[Value, bool], Array | None]):
@@ -92,7 +91,7 @@ class _Block:
         """A value.
 
         Args:
-            value: which one.
+            value: the value.
             by_rows: whether its first axis is that of the ids, or of the rows of a table.
             in_table: whether it is of the rows of a table.
         """
@@ -158,14 +157,14 @@ class _Block:
         return numbers.astype(value.dtype)
 
     def _as_matrix(self, value: Value, array: Array, by_rows: bool) -> Array:
-        """The array; who reads it repeats its one row or column."""
+        """The value as a matrix; readers repeat a single row or column."""
         if sum(d != 1 for d in value.shape[by_rows:]) > 1:
             raise Unsupported("on a TPU rows are vectors")
         return jnp.reshape(array, (1, 1)) if array.ndim == 0 and value.shape else array
 
 
 class _Kernel:
-    """What a kernel reads, keeps in fast memory, and writes."""
+    """The values that a kernel reads, keeps in fast memory, and writes."""
 
     def __init__(self, rows: RowsGroup):
         self.rows, self.num_rows = rows, rows.tables[0].shape[0]
@@ -176,7 +175,7 @@ class _Kernel:
         self.block = self._largest_block()
 
     def _find_reads(self) -> list[Array]:
-        """Computes on zeros, and notes what is read."""
+        """Computes on zeros, and records what is read."""
         inputs = {self.rows.ids, self.rows.merged, *self.tables, *self.rows.streams}
 
         def read(value, by_rows):
@@ -202,7 +201,7 @@ class _Kernel:
         return found
 
     def _largest_block(self) -> int:
-        """How many ids a block has, so that what is in fast memory fits."""
+        """The largest number of ids of a block that fits into fast memory."""
         lanes = lambda v: 4 * 128 * -(-_width(v) // 128)
         a_row = sum(_DEPTH * lanes(v) for v in self.tables)
         a_row += sum(2 * lanes(v) for v, by_rows in self.reads if by_rows)
@@ -214,7 +213,7 @@ class _Kernel:
         return block
 
     def run(self, known: dict[Value, Array], interpret: Any) -> tuple[Array, ...]:
-        """The outputs of the group, given its inputs and, if it merges rows, what is merged."""
+        """The outputs of the group for its inputs and, if it merges rows, merged gradients."""
         rows, block, n = self.rows, self.block, self.rows.ids.shape[0]
         blocks = -(-n // block)
         ids = known[rows.ids]
@@ -305,7 +304,7 @@ class _Kernel:
                 yield pltpu.make_async_copy(near, memory_of[v].at[pl.ds(row, 1)], left.at[slot])
 
         def start(copies, ids, slot):
-            """Starts to copy the rows of a block; gives how many there are."""
+            """Starts to copy the rows of a block; returns their number."""
 
             def one(place, count):
                 row = ids[0, 0, place]
@@ -321,7 +320,7 @@ class _Kernel:
             return lax.fori_loop(jnp.int32(0), jnp.int32(self.block), one, jnp.int32(0))
 
         def wait(copies, slot):
-            """Waits for as many rows as have been copied from or to these buffers."""
+            """Waits for copies of as many rows from or to these buffers."""
 
             def one(_, carry):
                 for copy in copies(0, 0, slot):  # of the same size
@@ -369,12 +368,12 @@ class _Kernel:
 
 
 def _width(value: Value, by_rows: bool = True) -> int:
-    """The elements of a row, or of an array that holds for all rows."""
+    """The number of elements of a row, or of an array shared by all rows."""
     return math.prod(value.shape[by_rows:])
 
 
 def _in_words(scalar: Any) -> Array:
-    """A scalar as the memory for scalars has it."""
+    """A scalar in the format of scalar memory."""
     scalar = jnp.asarray(scalar)
     return (scalar.astype(jnp.int32) if scalar.dtype == bool else scalar).reshape(1, 1)
 

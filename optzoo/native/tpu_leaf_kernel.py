@@ -1,9 +1,9 @@
 """Arrays whose slots are in groups of elements that share a scale, as a Pallas kernel for TPUs.
 
-XLA brings the groups, 32 elements of a row, into a layout of their own and back. In the kernel all
-values have one number for each element, in the layout of the array. The number of a group is
-repeated for its elements, and taken out of them, by products with matrices of 0 and 1: of its two
-bytes, for which the products are exact. The greatest of a group is found by rolls.
+XLA would convert the groups, 32 elements of a row, to a separate layout and back. In the kernel all
+values have one number for each element, in the layout of the array. Products with matrices of 0 and
+1 repeat the number of a group for its elements, and extract it; they are applied to its two bytes,
+for which they are exact. The maximum of a group is computed by rolls.
 """
 
 import math
@@ -31,10 +31,10 @@ _SMALL = {"int8", "uint8", "uint16"}  # computed in 32 bits
 
 
 def tpu_leaf_kernel(leaf: LeafGroup, *, interpret: Any = False) -> Callable[..., tuple[Array, ...]]:
-    """The function of the inputs of a leaf that gives its outputs, by a kernel for TPUs.
+    """The function from the inputs of a leaf to its outputs, by a kernel for TPUs.
 
     Args:
-        leaf: with groups of elements.
+        leaf: a leaf with groups of elements.
         interpret: as in ``pallas_call``.
 
     Raises:
@@ -54,7 +54,7 @@ class _Kernel:
                 f"elements, or of {_COLUMNS}"
             )
         if len(leaf.shape) > 2 and leaf.shape[-2] % _ROWS:
-            raise Unsupported(f"its axis before the last one is no multiple of {_ROWS}")
+            raise Unsupported(f"the length of its second-last axis is not a multiple of {_ROWS}")
         self.block = min(self.columns, _COLUMNS), min(self.columns, _COLUMNS) // leaf.length
 
     def _of_groups(self, value: Value) -> bool:
@@ -150,7 +150,7 @@ class _Kernel:
         return found
 
     def _reduced(self, op: Operation, x: Array) -> Array:
-        """A reduction over the elements of each group, for each of them."""
+        """A reduction over the elements of each group, repeated for its elements."""
         join = {"reduce_max": jnp.maximum, "reduce_min": jnp.minimum}[op.name]
         place = lax.broadcasted_iota(jnp.int32, x.shape, 1)
         shift = self.leaf.length // 2
@@ -167,7 +167,7 @@ def _wide(x: Array) -> Array:
 
 
 def _by_bytes(x: Array, matrix: Array) -> Array:
-    """The product of integers below 2**16 and a matrix with one 1 in a column, exactly."""
+    """The exact product of integers below 2**16 and a matrix with one 1 per column."""
     parts = x & 255, x >> 8
     dot = lambda p: jnp.dot(
         p.astype(jnp.float32).astype(jnp.bfloat16), matrix, preferred_element_type=jnp.float32

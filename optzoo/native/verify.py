@@ -1,7 +1,7 @@
-"""What each pass of the native engine must leave behind.
+"""Checks the invariants of the program after each pass of the native engine.
 
-Native code has no types and no bounds of its own. An operation that a pass lost, or an array that
-it took for another one, would be memory that is read or overwritten by mistake.
+Native code checks neither types nor bounds. If a pass lost an operation or confused two arrays, it
+would read or overwrite wrong memory.
 """
 
 import math
@@ -17,7 +17,7 @@ from .norms import SumGroup
 
 
 class Unsound(Exception):
-    """A pass has made a program that is not sound: a bug in optzoo."""
+    """A pass has returned an inconsistent program: a bug in optzoo."""
 
 
 def verify(
@@ -25,15 +25,15 @@ def verify(
 ) -> None:
     """Checks a program between two passes.
 
-    Each value is made once, and before it is read. It has the shape and the dtype that the equation
-    of its operation says. The operations of a native call need nothing but its inputs. Arrays that
-    share a loop have one size, and an output takes the memory of one input of its shape and dtype.
+    Each value is computed once, before it is read, with the shape and the dtype of its equation.
+    The operations of a native call depend only on its inputs. Arrays that share a loop have one
+    size, and an output reuses the memory of at most one input, of its shape and dtype.
 
     Args:
         nodes: operations, branches and native calls, in order.
-        inputs: what is known before.
-        results: what the nodes must make, or is known.
-        after: the name of the pass before.
+        inputs: the known values.
+        results: values that the nodes must compute, or that are known.
+        after: the name of the last pass.
 
     Raises:
         Unsound: with the name of the pass and the first difference.
@@ -63,12 +63,12 @@ def _check_nodes(nodes: Iterable[Any], inputs: Iterable[Value], results: Iterabl
 
 def _check_known(values: Iterable[Value], known: set[Value], where: Any) -> None:
     if any(v.literal is None and v not in known for v in values):
-        raise Unsound(f"a value is read by {_name(where)} before it is made")
+        raise Unsound(f"a value is read by {_name(where)} before it is computed")
 
 
 def _add(made: Sequence[Value], known: set[Value], node: Any) -> None:
     if len(set(made) - known) < len(made):
-        raise Unsound(f"a value is made twice, by {_name(node)} again")
+        raise Unsound(f"a value is computed again by {_name(node)}")
     known.update(made)
 
 
@@ -89,7 +89,7 @@ def _check_operation(op: Operation) -> None:
 
 
 def _check_call(call: Call) -> None:
-    """Its parts share one function, which is that of the first part."""
+    """Parts of a call share one function, which is that of the first part."""
     for part in call.parts:
         _check_nodes(part.operations, part.ins, part.outs)
         _check_memory(part)
@@ -102,24 +102,24 @@ def _check_call(call: Call) -> None:
 
 
 def _kind_of(leaf: LeafGroup) -> Any:
-    """Of its signature, which takes long to write, what a kernel reads from the first part."""
+    """The part of the signature of a leaf that kernels read; unlike the whole, it is cheap."""
     dtypes = [v.dtype for v in (*leaf.ins, *leaf.outs)]
     return leaf.scalars, leaf.length, leaf.aliases, dtypes, [op.name for op in leaf.operations]
 
 
 def _check_memory(part: Group) -> None:
-    """An output takes the memory of one input, which has as many bytes."""
+    """An output reuses the memory of at most one input, of the same number of bytes."""
     inside = {v for op in part.operations for v in op.outs}
     if not inside.issuperset(part.outs):
-        raise Unsound("a native call gives back what it does not make")
+        raise Unsound("a native call returns a value that it does not compute")
     if len({*part.aliases.values()}) < len(part.aliases):
-        raise Unsound("an output takes the memory of two inputs")
+        raise Unsound("an output reuses the memory of two inputs")
     for i, o in part.aliases.items():
         _check_types([part.outs[o]], [part.ins[i].aval], "a native call in place")
 
 
 def _check_sizes(leaf: LeafGroup) -> None:
-    """The arrays of one loop have an element in each of its turns, or in each group of them."""
+    """The arrays of one loop have an element for each of its iterations, or for each group."""
     outs = [] if isinstance(leaf, SumGroup) else leaf.outs
     sizes = {math.prod(v.shape) for v in (*leaf.arrays, *outs)}
     size = max(sizes)
@@ -127,7 +127,7 @@ def _check_sizes(leaf: LeafGroup) -> None:
     if not sizes <= allowed or (leaf.length and size % leaf.length):
         raise Unsound(f"arrays of {sorted(sizes)} elements are in one loop")
     if any(math.prod(v.shape) != 1 for v in leaf.scalars):
-        raise Unsound("an array is taken for a number")
+        raise Unsound("an array is used as a scalar")
 
 
 def _name(node: Any) -> str:

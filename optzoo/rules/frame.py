@@ -23,20 +23,20 @@ from ..state.storage.stored import GATHERED, ROUNDING, stored_arrays, stored_slo
 from ..state.types import LeafwiseState
 
 NO_GLOBAL_STEP_MSG = (
-    "this optimizer follows your global step: pass update(..., global_step=n), the number of "
-    "updates before this one; an optimizer without it counts by itself"
+    "this optimizer needs the global step: pass update(..., global_step=n), the number of "
+    "updates before this one"
 )
 
 
 class Leaf(NamedTuple):
-    """What a rule for all parameters sees of one."""
+    """One parameter as an argument of a rule for all parameters."""
 
     g: Any  # the gradient: an array, SparseRows or None
     x: Any  # the parameter, None where the caller gave no params
     slots: Any  # a named tuple of arrays
 
     def like_update(self, u: Any) -> Any:
-        """The array that an update is divided as; None if it is none, or is rows."""
+        """The array whose division an update has; None without one, or for rows."""
         like = self.g if self.x is None else self.x
         return None if u is None or is_rows(u) or is_rows(like) else like
 
@@ -56,7 +56,7 @@ def frame(
     shared_varies: bool = False,
     cycle: int = 1,
 ) -> Optimizer:
-    """The transformation of a rule that sees all parameters, with their slots as they are stored.
+    """The transformation by a rule for all parameters, with their slots in stored form.
 
     :func:`optzoo.rules.treewise` describes the arguments.
     """
@@ -112,14 +112,14 @@ def frame(
 
 
 def _placed(leaf: Leaf, done: tuple[Any, Any]) -> tuple[Any, Any]:
-    """An update where its parameter is, and slots, as they are stored, where they were."""
+    """Puts an update on the devices of its parameter, and stored slots on theirs."""
     u, slots = done
     like, news, olds = leaf.like_update(u), stored_arrays(slots), stored_arrays(leaf.slots)
     return (u, placed_as(news, olds)) if like is None else placed_as((u, news), (like, olds))
 
 
 def _is_empty(leaf: Leaf) -> bool:
-    """Whether None is in the place of a parameter; it has no slots."""
+    """Whether a parameter is None, and so has no slots."""
     slots = stored_arrays(leaf.slots)
     return leaf.g is None and len(slots) > 0 and all(slot is None for slot in slots)
 

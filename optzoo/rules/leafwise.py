@@ -1,9 +1,9 @@
 """Lifts a rule for one array to an optax transformation over a whole tree.
 
-Almost every optimizer treats each parameter independently. Such an optimizer defines two things:
-the *slots* that it keeps for a parameter, and the *rule* that turns a gradient and the slots into
-an update and new slots. :func:`leafwise` adds the rest: missing gradients, sparse rows, dtypes,
-storage of slots, step count, schedules and the walk over the tree.
+Almost every optimizer treats each parameter independently. Such an optimizer defines the *slots* of
+a parameter, and the *rule* that computes an update and new slots from a gradient and the slots.
+:func:`leafwise` adds the rest: missing gradients, sparse rows, dtypes, storage of slots, step
+count, schedules and the walk over the tree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .policies import POLICIES, RowsPolicy, Rule, lazy
 
 
 def zeros(x: Any) -> Array:
-    """A slot of zeros for the parameter ``x``, as :func:`optzoo.rules.full`.
+    """A slot of zeros for the parameter ``x``, with the dtype of :func:`optzoo.rules.full`.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -41,8 +41,8 @@ def zeros(x: Any) -> Array:
 def full(value: Any) -> Callable[[Any], Array]:
     """A slot filled with ``value``.
 
-    It has the dtype of the parameter, or float32 if that has 16 bits, in which a mean that changes
-    by a thousandth does not move. :func:`optzoo.slots_dtype` gives slots in 16 bits.
+    It has the dtype of the parameter, or float32 for a 16-bit parameter, since 16 bits round away a
+    change by a thousandth. :func:`optzoo.slots_dtype` makes 16-bit slots.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -55,7 +55,7 @@ def full(value: Any) -> Callable[[Any], Array]:
 
 
 def as_given(t: Any, **numbers: Any) -> dict[str, Any]:
-    """The numbers that a rule gets by keyword, unless ``precompute`` makes others of them."""
+    """The keyword arguments of a rule, unless ``precompute`` replaces them."""
     del t
     return numbers
 
@@ -74,8 +74,8 @@ def leafwise(
 ) -> Optimizer:
     """Applies ``rule`` to each leaf of a tree: the way to write your own optimizer.
 
-    The rule computes in at least float32, whatever the dtypes of gradients, slots and parameters;
-    its update then takes the gradient's dtype, and each slot keeps its dtype and its storage.
+    The rule computes in at least float32, for any dtypes of gradients, slots and parameters. Its
+    update is cast to the dtype of the gradient, and each slot keeps its dtype and its storage.
 
     If a gradient is ``None``, its parameter and slots are unchanged.
 
@@ -90,37 +90,36 @@ def leafwise(
 
     Args:
         rule: ``rule(g, x, slots, t, **scheduled) -> (update, new_slots)`` for one array, where
-            ``t`` counts the updates from 1. The update is added to the parameter. It may be a
-            function of the new slots: ``lambda slots: ...``. Then it is computed from them as they
-            are stored, which avoids copies where :func:`optzoo.slots_dtype` packs them or rounds
-            them at random.
-        slots: a named tuple of initializers, each a function of the parameter: :func:`zeros`,
+            ``t`` is the number of this update, from 1. The update is added to the parameter. It may
+            be a function of the new slots, ``lambda slots: ...``, which is called with the slots in
+            stored form. This avoids copies if :func:`optzoo.slots_dtype` packs them or rounds them
+            stochastically.
+        slots: a named tuple of initializers, functions of the parameter such as :func:`zeros` or
             ``full(0.1)``. Its field names are the names of the slots.
-        rows: what the rule becomes for a :class:`SparseRows` gradient: :func:`lazy`,
+        rows: how the rule is applied to a :class:`SparseRows` gradient: :func:`lazy`,
             :func:`dense`, :func:`touched`, :func:`linear` or your own :class:`RowsPolicy`, which
             gets the rule with its casts.
-        scheduled: hyper-parameters given to the rule by keyword, each a number or a schedule. A
+        scheduled: hyper-parameters passed to the rule by keyword, each a number or a schedule. A
             schedule is called with the number of updates before this one, or with
             ``update(..., global_step=)``. ``update(..., name=value)`` overrides one of them for
             this step.
-        powers: bases whose ``t``-th powers the rule gets by keyword. They are running products
-            in float32 kept in the state, as TensorFlow keeps ``beta1_power``: bias corrections
-            such as ``1 - b2**t`` magnify the rounding of a power a thousand times, so equal
-            results need equal products.
-        precompute: ``precompute(t, **scheduled, **powers)`` gives, as a dict, what the rule gets by
-            keyword instead of the scheduled values and the powers: numbers that are the same for
-            all parameters, such as a bias correction. It is called once for each dtype that the
-            rule computes in, and not for each parameter. By default they are as they are given.
+        powers: bases whose ``t``-th powers are passed to the rule by keyword. They are running
+            float32 products in the state, like TensorFlow's ``beta1_power``: bias corrections such
+            as ``1 - b2**t`` magnify the rounding of a power a thousand times, so equal results need
+            equal products.
+        precompute: ``precompute(t, **scheduled, **powers)`` returns a dict of the keyword arguments
+            of the rule, in place of the scheduled values and the powers: numbers shared by all
+            parameters, such as a bias correction. It is called once for each dtype in which the
+            rule computes. By default they are unchanged.
         needs_params: whether the rule reads the parameter.
         needs_global_step: whether ``update`` must be given ``global_step=``.
-        cycle: what the rule takes ``t`` modulo, an int. ``t`` ends at ``2**31 - 1``, and goes back
-            by so much there; with 1 it stays.
+        cycle: an int, the period of the rule in ``t``. ``t`` is at most ``2**31 - 1``, where it
+            goes back by ``cycle``; with 1 it stays.
 
     Raises:
-        ValueError: at trace time, if params or the global step are needed and missing, if a
-            gradient does not have the shape of its parameter and slots, or if the state is that of
-            another optimizer or of other parameters, or if a value of ``scheduled`` is an array
-            with axes.
+        ValueError: at trace time, if params or the global step are missing, if a gradient does not
+            have the shape of its parameter and slots, if the state is that of another optimizer or
+            of other parameters, or if a value of ``scheduled`` is an array with axes.
         TypeError: if ``rule``, ``rows``, ``slots`` or ``precompute`` are not functions; at trace
             time, if a gradient is neither real floating-point nor SparseRows.
     """
@@ -148,7 +147,7 @@ def leafwise(
 def for_each_leaf(rule: Rule, rows: RowsPolicy, precompute: Callable[..., Any]) -> Any:
     """The rule of :func:`leafwise` for several parameters.
 
-    It is a function ``(leaves, t, **numbers)``, which gives the update and the new slots of each.
+    It is a function ``(leaves, t, **numbers)`` that returns the update and the new slots of each.
     """
     array_rule = in_float32(rule)
     rows_rule = rows(array_rule)
@@ -171,7 +170,7 @@ def for_each_leaf(rule: Rule, rows: RowsPolicy, precompute: Callable[..., Any]) 
 
 
 def without_state(transformation: Optimizer) -> Optimizer:
-    """A transformation made by :func:`leafwise` that keeps no slots and needs no count."""
+    """A transformation made by :func:`leafwise` without slots and step count."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
         updates, _ = transformation.update(updates, transformation.init({}), params, **extra_args)

@@ -27,13 +27,13 @@ def scale_by_learning_rate(
 ) -> Optimizer:
     r"""Turns a direction into a descent step: :math:`u \leftarrow -\eta_t\, u`.
 
-    Differs from ``optax.scale_by_learning_rate`` in three ways: it takes SparseRows, its state
-    is the same for a number and a schedule (a checkpoint survives the change), and
+    Differs from ``optax.scale_by_learning_rate`` in three ways: it supports SparseRows, its state
+    is the same for a number and a schedule, so that checkpoints can be used for both, and
     ``update(..., learning_rate=x)`` overrides the rate for one step.
 
-    A wrapper of this library refuses a ``learning_rate=`` that nothing inside it reads, and so does
-    the step of :func:`optzoo.minimize`. ``optax.chain`` cannot know what its parts read: a chain
-    that ends in ``optax.adam`` ignores it.
+    A wrapper of this library raises an error for a ``learning_rate=`` that no inner transformation
+    uses, and so does the step of :func:`optzoo.minimize`. ``optax.chain`` does not check this: a
+    chain that ends in ``optax.adam`` ignores it.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -45,7 +45,7 @@ def scale_by_learning_rate(
 
     Args:
         learning_rate: :math:`\eta`, a number, or a schedule called with the number of updates
-            before this one (or with ``update(..., global_step=)``).
+            before this one, or with ``update(..., global_step=)``.
     """
     check_rate(learning_rate)
     return leafwise(
@@ -60,13 +60,13 @@ def _step(g: Any, x: Any, s: Any, t: Any, factor: Any) -> Any:
 
 
 def _factor(t: Any, learning_rate: Any) -> dict[str, Any]:
-    """What a direction is multiplied by."""
+    """The factor of a direction."""
     del t
     return {"factor": -learning_rate}
 
 
 def chain(*members: optax.GradientTransformation) -> Optimizer:
-    """``optax.chain`` of transformations of this library, of which it is known what they are."""
+    """``optax.chain`` of transformations of this library, with an ``about`` of the whole."""
     init, update = optax.chain(*members)
     return fitting(Optimizer(init, rounded_once(update), _about_chain(*members)))
 
@@ -74,7 +74,7 @@ def chain(*members: optax.GradientTransformation) -> Optimizer:
 def rounded_once(update: Callable[..., Any]) -> Callable[..., Any]:
     """The ``update`` of several transformations, without rounding to 16 bits between them.
 
-    A direction may be greater than float16 holds, and the step along it not.
+    A direction may overflow float16 although the step does not.
     """
 
     @functools.wraps(update)
@@ -103,12 +103,12 @@ def _narrow(u: Any, dtype: Any) -> Any:
 
 
 def row_wise(tx: Optimizer) -> Optimizer:
-    """An optimizer by one rule of this library, which treats each row by itself."""
+    """An optimizer by one rule of this library, which updates each row by itself."""
     return known(tx, row_wise=tx.about.rows in ROW_WISE)
 
 
 def _about_chain(*members: optax.GradientTransformation) -> About:
-    """What is known of the members of a chain together."""
+    """The combined ``about`` of the members of a chain."""
     policies = {about_of(tx).rows for tx in members} - {linear}
     rows = next(iter(policies), linear) if len(policies) < 2 else None
     return About(rows, rows in ROW_WISE, reads=reads_of(*members))
@@ -119,9 +119,9 @@ def descend(
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer: a descent step along a direction.
 
-    It equals ``chain(*directions, scale_by_learning_rate(learning_rate))`` but for one thing:
-    there is one count of updates, that of the first direction, which the schedule of the rate
-    follows. An update in 16 bits is rounded once, in both.
+    It equals ``chain(*directions, scale_by_learning_rate(learning_rate))``, except that the
+    schedule of the rate uses the update count of the first direction. In both, a 16-bit update is
+    rounded once.
 
     Args:
         learning_rate: a number or a schedule.

@@ -17,8 +17,8 @@ from .policies import Rule
 def in_float32(rule: Rule) -> Rule:
     """A rule for one array, in at least float32 and on stored slots.
 
-    The update takes the dtype of the gradient, and each slot keeps its own. If the rule gives its
-    update as a function of the new slots, the function gets them as they are stored.
+    The update has the dtype of the gradient, and each slot keeps its own. If the rule returns its
+    update as a function of the new slots, the function gets them in stored form.
     """
 
     def on_stored(g, x, s, t, **scheduled):
@@ -43,7 +43,7 @@ def in_float32(rule: Rule) -> Rule:
 
 
 def _checked(result: Any, slots: Any) -> tuple[Any, Any]:
-    """What a rule returns; raises ``TypeError`` unless it is an update and new slots."""
+    """The result of a rule; raises ``TypeError`` unless it is an update and new slots."""
     is_pair = type(result) in (tuple, list) and len(result) == 2  # and no slots alone
     if is_pair and jax.tree.structure(result[1]) == jax.tree.structure(slots):
         return result
@@ -57,13 +57,13 @@ def _checked(result: Any, slots: Any) -> tuple[Any, Any]:
 
 
 def in_dtype(scheduled: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
-    """Hyper-parameters in the dtype that the rule for an array computes in."""
+    """Hyper-parameters in the dtype in which the rule for an array computes."""
     array = lambda h: h if isinstance(h, jax.Array) else jnp.asarray(h)
     return {k: cast(array(h), dtype) for k, h in scheduled.items()}
 
 
 def on_loaded_slots(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule for all parameters, as :func:`optzoo.rules.treewise` takes it, on stored slots."""
+    """A rule for all parameters, as for :func:`optzoo.rules.treewise`, on stored slots."""
 
     def on_stored(leaves, shared, t, **scheduled):
         _check_matrices(leaves)
@@ -77,7 +77,7 @@ def on_loaded_slots(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _specs(results: Any, leaves: Any, shared: Any, t: Any, scheduled: Any) -> Any:
-    """An update is divided as its parameter, a slot as before, and all else is whole."""
+    """An update is divided like its parameter, slots keep their division, others are replicated."""
     del shared, t, scheduled
     done, new_shared = results
     whole = lambda x: PartitionSpec()
@@ -92,10 +92,10 @@ def _specs(results: Any, leaves: Any, shared: Any, t: Any, scheduled: Any) -> An
 
 
 def _check_matrices(leaves: Any) -> None:
-    """Raises ``ValueError`` for a table in lines, which is not the matrix that it stands for."""
+    """Raises ``ValueError`` for a table in lines, whose shape is not that of the table."""
     for leaf in leaves:
         if is_rows(leaf.g) and leaf.x is not None and leaf.g.in_lines(leaf.x):
             raise ValueError(
-                f"a table of shape {leaf.g.shape} is in lines, but this optimizer sees whole "
-                "parameters: give an array (optzoo.rows.from_lines), or take optzoo.lazy_adam"
+                f"a table of shape {leaf.g.shape} is in lines, but this optimizer needs whole "
+                "parameters: give an array (optzoo.rows.from_lines), or use optzoo.lazy_adam"
             )

@@ -1,4 +1,4 @@
-"""What a rule for arrays becomes for row-sparse gradients."""
+"""Policies: how a rule for arrays is applied to row-sparse gradients."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..core.rows import SparseRows
 class Rule(Protocol):
     """An optimizer for one array: ``rule(g, x, slots, t, **scheduled) -> (update, new_slots)``.
 
-    ``g`` and ``x`` are the gradient and the parameter (None where the caller gave no params),
-    ``slots`` a named tuple of arrays, ``t`` the number of this update: 1, 2, ... By keyword come
-    the hyper-parameters that may change with the step, and the powers. The update may be a
-    function of the new slots: it is then computed from them as they are stored.
+    ``g`` and ``x`` are the gradient and the parameter (None without params), ``slots`` a named
+    tuple of arrays, ``t`` the number of this update: 1, 2, ... Scheduled hyper-parameters and
+    powers are keyword arguments. The update may be a function of the new slots, which is called
+    with the slots in stored form.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -32,14 +32,14 @@ class Rule(Protocol):
     """
 
     def __call__(self, g: Any, x: Any, slots: Any, t: Any, /, *args: Any, **scheduled: Any) -> Any:
-        """The update, or a function of the new slots that gives it; and the new slots."""
+        """Returns the update, or a function of the new slots that returns it, and the new slots."""
 
 
 class RowsRule(Protocol):
     """A :class:`Rule` for a SparseRows gradient; the update may be rows or an array.
 
-    It takes the slots as they are stored, all rows of them. It hands them to the rule, whole or
-    the rows that ``jax.tree.map(g.gather, slots)`` gathers, and does not compute with them.
+    It gets all rows of the slots, in stored form. It passes the slots, or the rows gathered by
+    ``jax.tree.map(g.gather, slots)``, to the rule, and does not compute with them.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -53,11 +53,11 @@ class RowsRule(Protocol):
     def __call__(
         self, g: SparseRows, x: Any, slots: Any, t: Any, /, *args: Any, **scheduled: Any
     ) -> Any:
-        """The update and the new slots."""
+        """Returns the update and the new slots."""
 
 
 class RowsPolicy(Protocol):
-    """What a rule for arrays becomes for a SparseRows gradient.
+    """A function that converts a rule for arrays to a rule for a SparseRows gradient.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -70,14 +70,14 @@ class RowsPolicy(Protocol):
     """
 
     def __call__(self, rule: Rule, /) -> RowsRule:
-        """The rule for rows."""
+        """Returns the rule for rows."""
         ...
 
 
 def lazy(rule: Rule) -> RowsRule:
-    """Only the touched rows change: the others keep their parameters and slots.
+    """A policy that updates only touched rows: others keep their parameters and slots.
 
-    The rule gets these rows alone, so it must treat each row by itself: a norm or a mean along the
+    The rule gets only these rows, so it must treat each row by itself: a norm or a mean along the
     first axis would depend on the batch.
 
     Example:
@@ -99,7 +99,7 @@ def lazy(rule: Rule) -> RowsRule:
 
 
 def dense(rule: Rule) -> RowsRule:
-    """As if the gradient were dense: a row of zeros decays its slots, and moves.
+    """A policy that equals a dense gradient: slots of rows without a gradient decay, and rows move.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -117,17 +117,17 @@ def dense(rule: Rule) -> RowsRule:
 
 
 def _on_plain(rule: Rule, g: SparseRows) -> Rule:
-    """A rule that gets whole arrays, not lines."""
+    """A rule that gets tables in lines as arrays."""
     return on_plain(rule, g.shape) if g.lines else rule
 
 
 def _whole(g: SparseRows, *like: Any) -> Array:
-    """The dense gradient, divided as the parameter and its slots."""
+    """The dense gradient, divided like the parameter and its slots."""
     return g.to_dense(next((a for a in jax.tree.leaves(like) if jnp.shape(a) == g.shape), None))
 
 
 def touched(rule: Rule) -> RowsRule:
-    """The slots decay everywhere, but only the touched rows of the parameter move.
+    """A policy that decays the slots of all rows, but moves only touched rows of the parameter.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -147,9 +147,9 @@ def touched(rule: Rule) -> RowsRule:
 
 
 def linear(rule: Rule) -> RowsRule:
-    """For rules linear in the gradient and without slots: repeated rows need no merging.
+    """A policy for linear rules without slots, which does not merge repeated rows.
 
-    Those of 16 bits are merged all the same: their sum is made in float32.
+    Repeated 16-bit rows are merged, since their sum is computed in float32.
 
     Example:
         >>> import jax.numpy as jnp, optzoo

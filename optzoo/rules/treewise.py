@@ -25,7 +25,7 @@ def treewise(
     shared_varies: bool = False,
     cycle: int = 1,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose rule sees all parameters at once; :func:`leafwise` is for the usual ones.
+    """A transformation by a rule for all parameters; most optimizers use :func:`leafwise`.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -39,24 +39,23 @@ def treewise(
         [-0.6] [-0.8]
 
     Args:
-        rule: ``rule(leaves, shared, t, **scheduled) -> ([(update, new_slots), ...], shared)`` for
-            a list of :class:`Leaf`, where ``t`` counts the updates from 1. An update for a
-            missing gradient is None.
+        rule: ``rule(leaves, shared, t, **scheduled) -> ([(update, new_slots), ...], shared)`` for a
+            list of :class:`Leaf`, where ``t`` is the number of this update, from 1. The update for
+            a missing gradient is None.
         slots: a named tuple of initializers, each a function of the parameter.
-        shared: makes the arrays that belong to no parameter, by name.
-        scheduled: hyper-parameters given to the rule by keyword, each a number or a schedule.
+        shared: a function that returns the arrays shared by all parameters, by name.
+        scheduled: hyper-parameters passed to the rule by keyword, each a number or a schedule.
         needs_params: whether the rule reads the parameters.
         needs_global_step: whether ``update`` must be given ``global_step=``.
-        shared_varies: whether ``shared`` follows from the gradients: inside a ``shard_map`` that
-            checks types it then differs between devices, as the parameters do.
-        cycle: what the rule takes ``t`` modulo, an int. ``t`` ends at ``2**31 - 1``, and goes back
-            by so much there; with 1 it stays.
+        shared_varies: whether ``shared`` depends on the gradients: inside a ``shard_map`` that
+            checks types, it then varies over devices like the parameters.
+        cycle: an int, the period of the rule in ``t``. ``t`` is at most ``2**31 - 1``, where it
+            goes back by ``cycle``; with 1 it stays.
 
     Raises:
-        ValueError: at trace time, if params or the global step are needed and missing, if a
-            gradient does not have the shape of its parameter and slots, or if the state is that of
-            another optimizer or of other parameters, or if a value of ``scheduled`` is an array
-            with axes.
+        ValueError: at trace time, if params or the global step are missing, if a gradient does not
+            have the shape of its parameter and slots, if the state is that of another optimizer or
+            of other parameters, or if a value of ``scheduled`` is an array with axes.
         TypeError: at trace time, if a gradient is neither real floating-point nor SparseRows.
     """
     return frame(

@@ -1,4 +1,4 @@
-"""Bags of ids: their rows summed or averaged, in whole and in sharded tables."""
+"""Bags of ids: sums or means of their rows, in whole and in sharded tables."""
 
 from __future__ import annotations
 
@@ -48,18 +48,19 @@ def lookup_sparse(
         \text{mean: } \frac{\sum_i w_i e_i}{\sum_i w_i} \qquad
         \text{sqrtn: } \frac{\sum_i w_i e_i}{\sqrt{\sum_i w_i^2}}
 
-    Bags are either the rows of ``ids``, of shape ``(num_bags, length)``, filled up with the padding
-    id ``num_rows``; or ragged: ``ids`` of shape ``(n,)`` with the bag of each in ``segment_ids``.
-    Padding counts for nothing. Where ids are padded with -1, replace it:
-    ``ids = jnp.where(ids < 0, num_rows, ids)``. A bag without ids, or without weight, gives zeros.
-    Ids out of range, so all negative ids, are an error or give NaN, as in :func:`optzoo.lookup`.
+    Bags are either the rows of ``ids``, of shape ``(num_bags, length)``, padded with the id
+    ``num_rows``, or ragged: ``ids`` of shape ``(n,)``, with the bag of each id in ``segment_ids``.
+    Padding is ignored. If your ids are padded with -1, replace it:
+    ``ids = jnp.where(ids < 0, num_rows, ids)``. A bag without ids, or with a total weight of zero,
+    gives zeros. Other ids out of range, including all negative ids, raise an error or give NaN, as
+    in :func:`optzoo.lookup`.
 
-    Where ragged bags are given by the position at which each begins, ``offsets``, as in torch,
-    ``segment_ids`` are ``jnp.searchsorted(offsets, jnp.arange(n), side="right") - 1``.
+    For ragged bags given by ``offsets``, as in torch, ``segment_ids`` are
+    ``jnp.searchsorted(offsets, jnp.arange(n), side="right") - 1``.
 
-    As with :func:`optzoo.lookup` the gradient of the table is row-sparse. With ``sharding`` the
-    table is sharded by rows, as in :func:`optzoo.sharded.lookup`, and several tables share the
-    messages: give trees of tables, of ids, of segment ids and of weights.
+    As in :func:`optzoo.lookup`, the gradient of the table is row-sparse. With ``sharding``, the
+    table is sharded by rows, as in :func:`optzoo.sharded.lookup`; trees of tables, ids, segment ids
+    and weights share the messages.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -77,24 +78,24 @@ def lookup_sparse(
         sharding: a :class:`optzoo.sharded.RowSharding`, a tree of them, or None for whole tables.
         capacity_factor: as in :func:`optzoo.sharded.lookup`.
         transport: as in :func:`optzoo.sharded.lookup`.
-        pool: where rows of sharded tables are summed: ``"here"``, once each distinct row has
-            arrived; at its ``"owner"``, which sends a sum for each bag and each device; or where
-            less is sent (``"auto"``).
+        pool: where rows of sharded tables are summed: ``"here"``, on the device of the bags, which
+            receives each distinct row; at the ``"owner"`` of the rows, which sends a sum for each
+            bag; or ``"auto"``, whichever sends less.
 
     Returns:
         Arrays of shape ``(num_bags, *row_shape)``; or a tree of them.
 
     Raises:
-        TypeError: as :func:`optzoo.lookup`; if weights are no real numbers; or if they, or
-            ``combiner``, would round the pools of a table of integers.
-        ValueError: as :func:`optzoo.lookup`; if an argument is none of the above, or if only one
-            of ``segment_ids`` and ``num_segments`` is given.
+        TypeError: as :func:`optzoo.lookup`; if weights are not real numbers; or if the weights or
+            ``combiner`` would round the pooled rows of an integer table.
+        ValueError: as :func:`optzoo.lookup`; if an argument is out of range, or if only one of
+            ``segment_ids`` and ``num_segments`` is given.
 
     References:
         ``tf.nn.embedding_lookup_sparse`` of TensorFlow 1, without ``max_norm``.
 
     Differences from the original:
-        Where the weights of a bag sum to zero the original divides by zero.
+        If the weights of a bag sum to zero, the original divides by zero.
     """
     _check_options(combiner, pool)
     if table is None:
@@ -217,7 +218,7 @@ def _make_bags(
 
 
 def _check_integers(name: str, table: Any, weights: Any, combiner: str) -> None:
-    """Raises ``TypeError`` if a table of integers would round its pools."""
+    """Raises ``TypeError`` if the pooled rows of an integer table would be rounded."""
     dtype = jnp.result_type(table)
     if not jnp.issubdtype(dtype, jnp.integer):
         return
@@ -295,9 +296,9 @@ def _sums_of_owners(
     capacity_factor: float | None,
     transport: DTypeLike | None,
 ) -> list[Array]:
-    """The sums of the bags, of which each owner sends its part.
+    """The sums of the bags, each of which adds the partial sums of the owners.
 
-    Bags with an id out of range, or without room in a message, are NaN.
+    Bags with an id that is out of range, or exceeds the capacity of a message, are NaN.
     """
     for table, s in zip(tables, shardings, strict=True):
         check_shard("", table, s)
@@ -331,7 +332,7 @@ def _sums_of_owners(
 
 
 class _Asked(NamedTuple):
-    """What is sent to each owner, of shapes ``(num_shards, capacity)``."""
+    """The requests to each owner, of shapes ``(num_shards, capacity)``."""
 
     local: Array
     segments: Array

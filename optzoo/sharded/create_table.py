@@ -1,4 +1,4 @@
-"""Tables made shard by shard."""
+"""Creates tables shard by shard."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def create_table(
     chunk: int = 1 << 14,
     lines: bool = False,
 ) -> Any:
-    """A table sharded by rows, made shard by shard: no process ever holds the whole table.
+    """A table sharded by rows, created shard by shard: no process holds the whole table.
 
-    A device holds its own shard, and one chunk more while it makes it. On a TPU it is row-major, as
-    a step needs it (:func:`optzoo.rows.row_major`).
+    A device holds its own shard, and temporarily one chunk. On a TPU the table is row-major, as a
+    step requires (:func:`optzoo.rows.row_major`).
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optzoo
@@ -42,21 +42,23 @@ def create_table(
         (10, 4)
 
     Args:
-        sharding: of the table.
-        mesh: with the axis of the sharding.
-        rows_of: gives the rows of an array of ids, of shape ``(n, *row_shape)``. The row of an id
-            must depend on the id alone (:func:`optzoo.sharded.uniform_rows`), then the table does
-            not depend on the number of shards. It is compiled, and gets ids of at least
-            ``num_rows`` for the rows that only fill up the shards.
-        chunk: the number of rows to make at once.
-        lines: whether the table is in lines, which take less memory on TPUs
-            (:func:`optzoo.rows.to_lines`). The number of rows of a shard must be a multiple of
-            those of a line.
+        sharding: the sharding of the table.
+        mesh: a mesh with the axes of the sharding.
+        rows_of: a function of an array of ids that returns their rows, of shape
+            ``(n, *row_shape)``. If the row of an id depends only on the id
+            (:func:`optzoo.sharded.uniform_rows`), the table does not depend on the number of
+            shards. The function is compiled, and gets ids of at least ``num_rows`` for rows that
+            only pad the shards.
+        chunk: the number of rows to create at once.
+        lines: whether the table is in lines, which need less memory on TPUs
+            (:func:`optzoo.rows.to_lines`). The number of rows of a shard must be a multiple of the
+            rows of a line.
 
     Raises:
-        TypeError: if an argument is none of the above.
-        ValueError: if the mesh does not have the axes of the sharding, of the size ``num_shards``,
-            if ``rows_of`` gives another number of rows, or if lines do not divide a shard.
+        TypeError: if an argument has a wrong type.
+        ValueError: if the mesh does not have the axes of the sharding with the size ``num_shards``,
+            if ``rows_of`` returns another number of rows, or if a shard is not a multiple of a
+            line.
 
     Returns:
         An array; or :class:`optzoo.rows.Lines`.
@@ -70,14 +72,15 @@ def create_table(
     like = jax.eval_shape(rows_of, jax.ShapeDtypeStruct((chunk,), dtype))
     if not is_array(like) or like.shape[:1] != (chunk,):
         raise ValueError(
-            f"rows_of must give an array of {chunk} rows for {chunk} ids, got "
+            f"rows_of must return an array of {chunk} rows for {chunk} ids, got "
             f"{like.shape if is_array(like) else like!r}"
         )
     per_line = rows_per_line(like.shape[1:]) if lines else 1
     if size % per_line:
         raise ValueError(
-            f"lines: a line has {per_line} rows, which do not divide the {size} rows of a shard: "
-            f"give RowSharding(..., multiple={per_line * sharding.num_shards}), or a multiple of it"
+            f"lines: the {size} rows of a shard are not a multiple of the {per_line} rows of a "
+            f"line: give RowSharding(..., multiple={per_line * sharding.num_shards}), or a "
+            "multiple of it"
         )
     chunk = max(1, chunk // per_line) * per_line
 
@@ -110,7 +113,7 @@ def create_table(
 def uniform_rows(
     key: Array, width: int, scale: float = 0.05, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> Callable[[Array], Array]:
-    """Uniform rows in ``[-scale, scale)``, each from its id, for ``create_table``.
+    """Rows uniform in ``[-scale, scale)``, each generated from its id, for ``create_table``.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -119,14 +122,14 @@ def uniform_rows(
         (2, 2)
 
     Args:
-        key: one of ``jax.random``.
+        key: a key of ``jax.random``.
         width: the length of a row.
-        scale: the bound, at least 0 and at most half of the greatest number of ``dtype``.
-        dtype: of the rows, a real one.
+        scale: the bound, between 0 and half of the largest number of ``dtype``.
+        dtype: the real dtype of the rows.
 
     Raises:
-        TypeError: if an argument is none of these.
-        ValueError: if ``width`` or ``scale`` is out of its range.
+        TypeError: if an argument has a wrong type.
+        ValueError: if ``width`` or ``scale`` is out of range.
     """
     of_key = getattr(key, "dtype", None)
     is_typed = has_keys(of_key)
@@ -153,7 +156,7 @@ def uniform_rows(
 
 
 def check_mesh(mesh: Mesh, sharding: RowSharding) -> None:
-    """Raises an error unless the mesh has the axes of the sharding, of its size."""
+    """Raises an error unless the mesh has the axes and size of the sharding."""
     if not isinstance(sharding, RowSharding):
         raise TypeError(f"sharding must be an optzoo.sharded.RowSharding, got {sharding!r}")
     size = check_axes(mesh, sharding.axes, "RowSharding(..., axis_name=)")

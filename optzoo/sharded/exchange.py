@@ -1,4 +1,4 @@
-"""Which rows a device asks of which owner, and the all-to-all between them."""
+"""The rows that a device requests from each owner, and the all-to-all between them."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,10 +13,10 @@ from .row_sharding import RowSharding
 
 
 class Route(NamedTuple):
-    """The distinct places of the ids of this device, in ascending order: owner after owner.
+    """The distinct places of the ids of this device, in ascending order, grouped by owner.
 
-    Padding and ids out of range are places, too: ``stored_rows`` and ``stored_rows + 1``. With one
-    owner nothing is sent: then they are the places of the ids, in their order.
+    Padding and ids out of range have the places ``stored_rows`` and ``stored_rows + 1``. With one
+    owner nothing is sent, and these are the places of the ids in their order.
     """
 
     places: Array  # (max(1, num_ids),), ``stored_rows + 1`` in the positions that are left
@@ -25,7 +25,7 @@ class Route(NamedTuple):
 
 
 def make_route(places: Array, s: RowSharding) -> Route:
-    """The route of places of any shape; of none, that of padding."""
+    """The route of places of any shape; without places, the route of padding."""
     flat = _at_least_one(places.reshape(-1), s.stored_rows)
     size = flat.shape[0]
     if s.num_shards == 1:
@@ -39,17 +39,17 @@ def make_route(places: Array, s: RowSharding) -> Route:
 
 
 def _at_least_one(x: Array, padding: Any) -> Array:
-    """What belongs to each id; if there is none, what belongs to padding."""
+    """Pads the values of ids to at least one."""
     return x if len(x) else jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1), constant_values=padding)
 
 
 def first_positions(places: Array, bounds: Array) -> Array:
-    """The first positions in sorted places of what is not below each bound."""
+    """The first indices in sorted places whose values are not below each bound."""
     return jnp.searchsorted(places, bounds).astype(jnp.int32)
 
 
 class Bucket(NamedTuple):
-    """The rows that this device asks of each owner in one exchange."""
+    """The rows that this device requests from each owner in one exchange."""
 
     local: Array  # (num_shards, capacity), of the owner's shard; ``rows_per_shard`` for padding
     # For each id the position of its row among those of all owners; for one without a row their
@@ -57,9 +57,9 @@ class Bucket(NamedTuple):
     at: Array | None
 
     def of_ids(self, rows: Array) -> Array:
-        """From each row those of its ids: zeros for padding, NaN for ids without a row.
+        """The row of each id: zeros for padding, NaN for ids without a row.
 
-        If there is no id, there is one of padding.
+        Without ids, one row of padding.
         """
         flat = rows.reshape(-1, *rows.shape[2:])
         if self.at is None:
@@ -70,14 +70,14 @@ class Bucket(NamedTuple):
         return take_inside(jnp.concatenate([flat, others]), self.at)
 
     def of_rows(self, of_ids: Array) -> Array:
-        """For each row the sum of what belongs to its ids."""
+        """For each row, the sum of the values of its ids."""
         of_ids = _at_least_one(of_ids, 0)
         total = of_ids if self.at is None else segment_sum(of_ids, self.at, self.local.size)
         return total.reshape(*self.local.shape, *of_ids.shape[1:])
 
 
 def make_bucket(route: Route, first: Array, end: Array, capacity: int, s: RowSharding) -> Bucket:
-    """The positions from ``first`` to ``end`` of each owner, at most ``capacity``."""
+    """A bucket of the indices ``first`` to ``end`` of each owner, at most ``capacity``."""
     places, size = route.places, route.places.shape[0]
     positions = first[:, None] + jnp.arange(capacity, dtype=first.dtype)[None]
     owners = jnp.arange(s.num_shards, dtype=places.dtype)
@@ -100,11 +100,11 @@ def to_transport(x: Array, transport: DTypeLike | None) -> Array:
 
 
 def exchange(parts: Sequence[Array], shardings: Sequence[RowSharding]) -> list[Array]:
-    """The ``i``-th block of each part to the ``i``-th device: one all-to-all for each dtype.
+    """Sends the ``i``-th block of each part to the ``i``-th device: one all-to-all per dtype.
 
     Args:
-        parts: of shapes ``(num_shards, ...)``.
-        shardings: for each of them.
+        parts: arrays of shapes ``(num_shards, ...)``.
+        shardings: their shardings.
     """
     groups = dict[Any, list[int]]()
     for i, (part, s) in enumerate(zip(parts, shardings, strict=True)):

@@ -31,18 +31,18 @@ def lookup(
 ) -> Any:
     """``table[ids]`` of a table sharded by rows, inside ``jax.shard_map``.
 
-    Each device asks the owner of each of its distinct ids (all-to-all) and gets the row (all-to-all
-    back). Under :func:`optzoo.value_and_grad` the gradients go the same way, and the gradient of
-    the shard is :class:`optzoo.SparseRows` of its own rows, from all devices, for any optimizer.
+    Each device requests the row of each of its distinct ids from the owner, by two all-to-alls.
+    Under :func:`optzoo.value_and_grad` gradients are sent to the owners, and the gradient of a
+    shard is the :class:`optzoo.SparseRows` of its rows, from all devices, for any optimizer.
 
-    Several tables, of any widths, share these messages: give trees of tables, ids and shardings.
+    Several tables, of any widths, can share the messages: pass trees of tables, ids and shardings.
 
     The gradient is that of the **sum** of the losses of all devices. For their mean, end the loss
     with ``jax.lax.pmean(loss, axis_name)``.
 
-    The id ``num_rows`` is padding: it reads zeros and has no gradient. Where ids are padded with
-    -1, replace it: ``ids = jnp.where(ids < 0, sharding.num_rows, ids)``. Ids out of range, so all
-    negative ids, read NaN.
+    The id ``num_rows`` is padding: it reads zeros and has no gradient. If your ids are padded with
+    -1, replace it: ``ids = jnp.where(ids < 0, sharding.num_rows, ids)``. Ids out of range,
+    including all negative ids, read NaN.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optzoo
@@ -57,11 +57,11 @@ def lookup(
 
     Args:
         table: the rows of this device, of shape ``(rows_per_shard, *row_shape)``; or a tree.
-        ids: of this device, integers of any shape; or a tree like ``table``.
+        ids: the ids of this device, integers of any shape; or a tree like ``table``.
         sharding: the :class:`optzoo.sharded.RowSharding` of the table; or a tree like ``table``.
-        capacity_factor: the messages have room for this multiple of the average number of ids for
-            an owner, and some more (:meth:`optzoo.sharded.RowSharding.capacity`). Ids without room
-            read NaN. None: room for any ids, ``num_shards`` times as much.
+        capacity_factor: the capacity of a message, as a multiple of the average number of ids per
+            owner, with a margin (:meth:`optzoo.sharded.RowSharding.capacity`). Ids that exceed it
+            read NaN. None: the capacity for any ids, ``num_shards`` times as large.
         transport: the dtype in which rows and gradients are sent, such as ``jnp.bfloat16``; None
             for that of the table.
 
@@ -69,8 +69,8 @@ def lookup(
         Rows of shape ``ids.shape + row_shape``; or a tree of them.
 
     Raises:
-        TypeError: if the ids are not integers, or ``sharding`` holds something else.
-        ValueError: if a shard has another number of rows than its sharding, if
+        TypeError: if the ids are not integers, or ``sharding`` contains another type.
+        ValueError: if the number of rows of a shard differs from its sharding, if
             ``capacity_factor`` is not positive, or outside of a ``shard_map`` over the axis that
             checks replication (without the check, gradients would be wrong by a factor).
     """
@@ -109,9 +109,9 @@ def lookup(
 def ask_owners(
     reads: Sequence[Read], buckets: Sequence[Bucket], shardings: Any, transport: Any
 ) -> tuple[list[Array], list[Array]]:
-    """The ids of rows that all devices ask of this one, and the rows that this one asks for.
+    """The ids of rows requested from this device, and the rows that this device requested.
 
-    Of shapes ``(num_shards, capacity)`` and ``(num_shards, capacity, *row_shape)`` for each bucket.
+    The shapes are ``(num_shards, capacity)`` and ``(num_shards, capacity, *row_shape)`` per bucket.
     """
     asked = exchange([b.local for b in buckets], shardings)
     flat = [_as_read(read(a.reshape(-1))) for read, a in zip(reads, asked, strict=True)]
@@ -121,30 +121,29 @@ def ask_owners(
 
 
 def _as_read(rows: Array) -> Array:
-    """The same rows.
+    """The same rows, behind a barrier.
 
-    If a model does nothing but multiply rows, XLA for TPUs would convert the whole shard to
-    bfloat16, in which it multiplies. Now it converts the rows, and sends them so.
+    If a model only multiplies rows, XLA for TPUs would convert the whole shard to bfloat16, in
+    which it multiplies. With the barrier it converts only the rows, before sending them.
     """
     return lax.reduce_precision(rows, 8, 23) if rows.dtype == jnp.float32 else rows
 
 
 def check_shard(name: str, shard: Any, s: Any) -> None:
-    """Raises an error unless ``shard`` is one of ``s`` where replication is checked."""
+    """Raises an error unless ``shard`` is a shard of ``s`` where replication is checked."""
     where = f"of table '{name}'" if name else "of the table"
     if not isinstance(s, RowSharding):
         raise TypeError(f"sharding {where} must be an optzoo.sharded.RowSharding, got {s!r}")
     if jnp.shape(shard)[:1] != (s.rows_per_shard,):
         raise ValueError(
             f"the shard {where} must have {s.rows_per_shard} rows, got shape {jnp.shape(shard)}: "
-            f"shard_map with in_specs={s.spec} gives it, of an array of {s.stored_rows} rows "
+            f"use shard_map with in_specs={s.spec} and an array of {s.stored_rows} rows "
             "(optzoo.sharded.create_table)"
         )
     if missing := set(s.axes) - varying(shard):
         raise ValueError(
-            f"the shard {where} does not differ along the mesh axes {sorted(missing)}: call "
+            f"the shard {where} does not vary over the mesh axes {sorted(missing)}: call "
             "optzoo.sharded.lookup inside jax.shard_map(..., check_vma=True) with "
-            f"in_specs={s.spec} for "
-            "the table. Without check_vma the gradients of dense parameters would be wrong by a "
-            "factor, without an error"
+            f"in_specs={s.spec} for the table. Without check_vma the gradients of dense "
+            "parameters would be wrong by a factor, without an error"
         )

@@ -1,4 +1,4 @@
-"""Tables and their slots in the order of the ids, for checkpoints of any number of shards."""
+"""Tables and slots in the order of the ids, for checkpoints of any number of shards."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .row_sharding import RowSharding, Tables, by_pattern, shardings_by_leaf
 def in_order_of_ids(tree: Any, tables: Tables, params: Any = None) -> Any:
     """Parameters, a state or both with rows in the order of the ids, for a checkpoint.
 
-    It is the same for any number of shards. The tables are those of
-    :func:`optzoo.sharded_minimize`. In a state, the slots of a table are what is in its place in
-    each tree like the parameters; if they have its rows, these are rearranged, too. All other
-    arrays are returned as they are, whatever their shapes. What cannot be told apart is refused.
+    This order does not depend on the number of shards. The tables are those of
+    :func:`optzoo.sharded_minimize`. The slots of a table are the arrays in its place in each tree
+    of the state that is structured like the parameters; slots with its rows are rearranged, too.
+    All other arrays are returned unchanged. Ambiguous arrays raise an error.
 
-    An array does not tell which order it has: call this once, before a checkpoint is saved, and
-    :func:`optzoo.sharded.from_order_of_ids` once, after it is restored.
+    The order of an array cannot be detected: call this function once, before saving a checkpoint,
+    and :func:`optzoo.sharded.from_order_of_ids` once, after restoring it.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -44,29 +44,30 @@ def in_order_of_ids(tree: Any, tables: Tables, params: Any = None) -> Any:
         [0. 1. 2. 3.] [0. 2. 1. 3.]
 
     Args:
-        tree: the parameters; or, if ``params`` are given, any tree that holds parameters, states or
-            both. Arrays of NumPy are rearranged on the host; ``jax.ShapeDtypeStruct`` stays.
-        tables: by a pattern of names (:func:`optzoo.param_groups`) its sharding; or
-            the sharding alone if ``tree`` is one array.
-        params: the parameters, or their shapes, in either order; not needed for them alone.
+        tree: the parameters; or, if ``params`` are given, any tree of parameters, states or both.
+            NumPy arrays are rearranged on the host; a ``jax.ShapeDtypeStruct`` is unchanged.
+        tables: a dict from patterns of names (:func:`optzoo.param_groups`) to shardings; or a
+            sharding if ``tree`` is one array.
+        params: the parameters, or their shapes, in either order; not needed if ``tree`` is the
+            parameters.
 
     Raises:
-        TypeError: if ``tables`` is no dict, and ``tree`` more than one array.
-        ValueError: if a pattern matches no parameter or two match one; if a table has another
-            number of rows, or of shards, than its sharding; if ``tree`` holds a state and no
-            ``params`` are given; if an array with the rows of a table is not in its place in a
-            tree like the parameters, may be that of several parameters, or has the rows in another
-            axis; if the state keeps numbers of rows (``accumulate(max_rows=)``).
+        TypeError: if ``tables`` is not a dict and ``tree`` is more than one array.
+        ValueError: if a pattern matches no parameter, or two patterns match the same one; if a
+            table and its sharding differ in the number of rows or shards; if ``tree`` has a state
+            but ``params`` is None; if an array with as many rows as a table is in no tree like the
+            parameters, may belong to several parameters, or has the rows in another axis; if the
+            state stores row indices (``accumulate(max_rows=)``).
 
     Returns:
-        Arrays of the same shapes and shardings. With ``"div"`` nothing changes. With ``"mod"``
-        rows change their devices, by one all-to-all and two shards of temporary memory.
+        Arrays of the same shapes and shardings. With ``"div"`` nothing changes. With ``"mod"`` rows
+        move between devices, by one all-to-all and with two shards of temporary memory.
     """
     return _rearranged(tree, tables, params, lambda s: s.num_shards)
 
 
 def from_order_of_ids(tree: Any, tables: Tables, params: Any = None) -> Any:
-    """The inverse of :func:`optzoo.sharded.in_order_of_ids`, perhaps for another number of shards.
+    """The inverse of :func:`optzoo.sharded.in_order_of_ids`, for any number of shards.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -85,15 +86,15 @@ def _rearranged(
     if params is None:
         if any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state))):
             raise ValueError(
-                "tree holds the state of an optimizer: give the parameters, too, as in "
+                "tree contains an optimizer state: give the parameters, too, as in "
                 "in_order_of_ids(tree, tables, params)"
             )
         params = tree
     params = unboxed(params)
     if jax.tree_util.all_leaves([params]) and not is_array:
         raise ValueError(
-            "params is one array without a name, so what belongs to it cannot be told apart: put "
-            "it in a dict before tx.init, such as {'table': table}"
+            "params is one array without a name, so its slots cannot be identified: put it in a "
+            "dict before tx.init, such as {'table': table}"
         )
     paths = leaves_with_path(params)
     shardings = shardings_by_leaf(tables, params)
@@ -127,36 +128,37 @@ _NOBODY = _Owner((), None)
 
 
 def _moving(s: RowSharding | None) -> RowSharding | None:
-    """The sharding, if the order of its rows is not that of the ids."""
+    """The sharding, if its order of rows differs from that of the ids."""
     return s if s is not None and s.partition == "mod" and s.num_shards > 1 else None
 
 
 def _check_shards(name: str, x: Any, s: RowSharding | None) -> None:
-    """Raises ``ValueError`` if a parameter is known to be on several devices in another way."""
+    """Raises ``ValueError`` if the shards of a parameter are known to differ from its sharding."""
     placed = _placed(x)
     if s is None or placed is None or placed.num_devices == 1:
         return
     if (rows := placed.shard_shape(x.shape)[0]) != s.rows_per_shard:
         raise ValueError(
-            f"parameter '{name}' has {rows} rows on each device, but {s.rows_per_shard} by its "
-            f"sharding in tables, for {s.num_shards} shards: give the RowSharding of its mesh, and "
-            "no pattern for a parameter that is replicated"
+            f"parameter '{name}' has {rows} rows on each device, but its sharding in tables has "
+            f"{s.rows_per_shard}, for {s.num_shards} shards: give the RowSharding of its mesh, "
+            "and no pattern for a replicated parameter"
         )
 
 
 def _placed(x: Any) -> Sharding | None:
-    """Where an array is, if that is known."""
+    """The sharding of an array, if it is known."""
     sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     return sharding if isinstance(sharding, Sharding) else None
 
 
 def _check_no_ids(tree: Any) -> None:
-    """Raises ``ValueError`` if the tree has numbers of rows, which would have to change."""
+    """Raises ``ValueError`` if the tree stores row indices, which would have to change."""
     has_ids = lambda x: is_rows(x) or isinstance(x, RowsOfCycle)
     if any(map(has_ids, jax.tree.leaves(tree, is_leaf=has_ids))):
         raise ValueError(
-            "tree has numbers of rows, which depend on the number of shards: gradients, or those "
-            "of optzoo.accumulate(max_rows=...), which cannot be saved in the order of the ids"
+            "tree stores row indices, which depend on the number of shards: SparseRows of "
+            "gradients or of optzoo.accumulate(max_rows=...) cannot be saved in the order of the "
+            "ids"
         )
 
 
@@ -164,16 +166,16 @@ def _check_no_ids(tree: Any) -> None:
 
 
 def _find(owners: list[_Owner], params: Any, x: Any, found: list[list[_Owner]]) -> set[int]:
-    """Appends to ``found`` of each array its owner by each tree like the parameters around it.
+    """Finds the owners of each array, by each tree like the parameters that contains it.
 
     Args:
         owners: the parameters, in order.
         params: their tree.
-        x: a tree with the places in ``found`` as its leaves.
-        found: for each leaf its owners so far.
+        x: a tree whose leaves are indices into ``found``.
+        found: for each leaf, its owners so far; the function appends to them.
 
     Returns:
-        The places of the leaves of ``x`` that have an owner.
+        The indices of the leaves of ``x`` that have an owner.
     """
     inside = set[int]()
     for child in _children(x).values():
@@ -189,9 +191,9 @@ def _find(owners: list[_Owner], params: Any, x: Any, found: list[list[_Owner]]) 
 
 
 def _parts_like(params: Any, x: Any) -> list[Any] | None:
-    """What ``x`` has in the place of each parameter; None if it is no tree like them.
+    """The subtree of ``x`` for each parameter; None if its structure is not like the parameters.
 
-    Names count, not types: a checkpoint may have dictionaries in the place of named tuples.
+    Nodes are compared by names, not types: a checkpoint may have dicts in place of named tuples.
     """
     if jax.tree_util.all_leaves([params]):
         return [x]
@@ -218,20 +220,21 @@ def _children(x: Any) -> dict[str, Any]:
 def _sharding_of_leaf(
     name: str, x: Any, found: list[_Owner], all_rows: set[int]
 ) -> RowSharding | None:
-    """The sharding of the rows of an array; None if it stays as it is."""
+    """The sharding of the rows of an array; None if it is unchanged."""
     options = {_sharding_by(name, x, owner) for owner in found}
     if len(options) > 1:
         raise ValueError(
-            f"the array at '{name}' may belong to several parameters, or to none: name them, in a "
-            "dict instead of a tuple, or give parameters and state in calls of their own"
+            f"the array at '{name}' may belong to several parameters, or to none: give them "
+            "names, by a dict instead of a tuple, or call this function for parameters and state "
+            "separately"
         )
     placed = _placed(x)
     is_whole = placed is not None and placed.num_devices > 1 and placed.is_fully_replicated
     if not found and not is_whole and all_rows.intersection(jnp.shape(x)[:1]):
         raise ValueError(
-            f"the array at '{name}', of shape {jnp.shape(x)}, has as many rows as a table is "
-            "stored in, but is in no tree like the parameters: give all parameters as params, or "
-            "leave the array out of tree"
+            f"the array at '{name}', of shape {jnp.shape(x)}, has as many rows as a stored table, "
+            "but is in no tree like the parameters: give all parameters as params, or remove the "
+            "array from tree"
         )
     return next(iter(options), None)
 
@@ -244,11 +247,11 @@ def _sharding_by(name: str, x: Any, owner: _Owner) -> RowSharding | None:
     if shape != whole and n in shape and n in (*shape[1:], *whole[1:]):
         raise ValueError(
             f"the array at '{name}', of shape {shape}, may have the rows of its table, of shape "
-            f"{whole}, in another axis than the first, so they cannot be rearranged"
+            f"{whole}, in an axis other than the first, so it cannot be rearranged"
         )
     if len(shape) == len(whole) and shape[1:] == whole[1:] and shape[0] not in (1, n):
         raise ValueError(
-            f"the array at '{name}' has {shape[0]} rows, but its table is stored in {n} rows"
+            f"the array at '{name}' has {shape[0]} rows, but its table has {n} stored rows"
         )
     return s if shape[:1] == (n,) else None
 

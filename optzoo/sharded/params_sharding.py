@@ -1,4 +1,4 @@
-"""Where the parameters of a model with sharded tables belong."""
+"""Shardings of the parameters of a model with sharded tables."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .row_sharding import Tables, by_pattern, shardings_by_leaf
 
 
 def params_sharding(params: Any, mesh: Mesh, tables: Tables) -> Any:
-    """A tree like the parameters with the sharding of each: tables by rows, all others replicated.
+    """The shardings of parameters: tables by rows, all others replicated.
 
-    It is that of :func:`optzoo.sharded_minimize` for the same ``mesh`` and ``tables``. Put
-    parameters there by ``jax.device_put(params, params_sharding(params, mesh, tables))``, with the
-    rows of a table in the order of its shards (:func:`optzoo.sharded.from_order_of_ids`).
-    Abstract parameters that have it are the target of a restored checkpoint.
+    They are those of :func:`optzoo.sharded_minimize` for the same ``mesh`` and ``tables``. Use them
+    by ``jax.device_put(params, params_sharding(params, mesh, tables))``, with the rows of a table
+    in the order of its shards (:func:`optzoo.sharded.from_order_of_ids`), or in abstract
+    parameters, as the target of a restored checkpoint.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -32,16 +32,16 @@ def params_sharding(params: Any, mesh: Mesh, tables: Tables) -> Any:
 
     Args:
         params: arrays, or ``jax.ShapeDtypeStruct``.
-        mesh: with the axes of the shardings.
-        tables: by a pattern of names (:func:`optzoo.param_groups`) the sharding of a table; or one
-            sharding if ``params`` is one array.
+        mesh: a mesh with the axes of the shardings.
+        tables: a dict from patterns of names (:func:`optzoo.param_groups`) to the shardings of
+            tables; or one sharding if ``params`` is one array.
 
     Raises:
-        TypeError: if ``tables`` is no dict, and ``params`` more than one array; if ``mesh`` is no
-            mesh.
-        ValueError: if a pattern matches no parameter or two match one; if a table does not have the
-            stored rows of its sharding; if the mesh does not have its axes, of the size
-            ``num_shards``.
+        TypeError: if ``tables`` is not a dict and ``params`` is more than one array; if ``mesh`` is
+            not a mesh.
+        ValueError: if a pattern matches no parameter, or two patterns match the same one; if a
+            table does not have the stored rows of its sharding; if the mesh does not have its axes
+            with the size ``num_shards``.
     """
     tables = by_pattern(tables, params)
     for sharding in tables.values():

@@ -1,11 +1,11 @@
-"""Reads rows from their owners, and sends gradients to them, in as many rounds as are needed.
+"""Reads rows from their owners, and sends gradients to the owners, in one or several rounds.
 
-A round has room for ``capacity`` rows of each table for each pair of devices. How many rounds there
-are is decided when the program runs, the same on all devices. So memory does not depend on the
-ids, and no id is ever lost.
+A round sends at most ``capacity`` rows of each table between each pair of devices. The number of
+rounds is computed at run time, and is the same on all devices. Memory does not depend on the ids,
+and no id is dropped.
 
-The first round is outside of a loop, so that a compiler can exchange rows beside other operations.
-If all rows are in it, the loop of the other ones has no turn.
+The first round is outside of a loop, so that a compiler can overlap its messages with other
+operations. The other rounds are a loop, without iterations if all rows fit into the first round.
 """
 
 import functools
@@ -24,7 +24,7 @@ from .row_sharding import RowSharding
 
 
 class Part(NamedTuple):
-    """What this device asks of one table for a part of its batch."""
+    """The requests of this device to one table for a part of its batch."""
 
     sharding: RowSharding
     capacity: int
@@ -34,39 +34,39 @@ class Part(NamedTuple):
 
     @property
     def always_fits(self) -> bool:
-        """Whether one round is enough for any ids."""
+        """Whether one round is sufficient for any ids."""
         return self.capacity >= min(self.route.places.shape[0], self.sharding.rows_per_shard)
 
     def rows(self, local: Array, values: Array, is_round: bool) -> SparseRows:
-        """Rows that have come to their owner."""
+        """Rows that have arrived at their owner."""
         shard = self.shard(is_round)
         return SparseRows(local, values, self.sharding.rows_per_shard, shard=shard)
 
     def shard(self, is_round: bool) -> Shard:
-        """What is known of such rows."""
+        """The ``Shard`` of rows at their owner."""
         return self.sharding.shard._replace(is_round=is_round)
 
     @property
     def starts(self) -> Array:
-        """The first position of each owner in ``route.places``."""
+        """The first index of each owner in ``route.places``."""
         return self.route.starts[:-1]
 
     @property
     def ends(self) -> Array:
-        """The position after the last one of each owner."""
+        """The index after the last one of each owner."""
         return self.route.starts[1:]
 
     def bucket(self, first: Array, end: Array) -> Bucket:
-        """The positions from ``first`` to ``end`` of each owner, at most ``capacity``."""
+        """A bucket of the indices ``first`` to ``end`` of each owner, at most ``capacity``."""
         return make_bucket(self.route, first, end, self.capacity, self.sharding)
 
     def first_positions(self, rows: Array) -> Array:
-        """The first positions of what is not below some row of each owner."""
+        """For each owner, the first index whose row is not below its entry in ``rows``."""
         places = self.route.places
         return first_positions(places, self._first_places() + rows.astype(places.dtype))
 
     def row_beyond(self, first: Array) -> Array:
-        """Of each owner, the first row for which a message that begins there has no room."""
+        """For each owner, the first row that exceeds the capacity of a message from ``first``."""
         beyond = first + self.capacity
         places, most = self.route.places, self.sharding.rows_per_shard
         local = places[jnp.minimum(beyond, places.shape[0] - 1)] - self._first_places()
@@ -78,7 +78,7 @@ class Part(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What the first round asks of all tables for a part of the batch."""
+    """The requests of the first round to all tables for a part of the batch."""
 
     parts: Sequence[Part]
     buckets: Sequence[Bucket]
@@ -89,11 +89,12 @@ class Asked(NamedTuple):
 def read_first(parts: Sequence[Part], reads: Sequence[Read], transport: Any) -> Asked:
     """Reads rows in the first round.
 
-    As in a lookup padding reads zeros, and ids out of range NaN; so do those without room.
+    As in a lookup, padding reads zeros and ids out of range read NaN. Ids that exceed the capacity
+    read NaN, too.
 
     Args:
-        parts: of each table.
-        reads: how to read the rows of this device of each of them.
+        parts: the requests to each table.
+        reads: for each table, a function that reads rows of this device.
         transport: the dtype to send rows in, or None.
     """
     buckets = [p.bucket(p.starts, p.ends) for p in parts]
@@ -105,12 +106,12 @@ def read_first(parts: Sequence[Part], reads: Sequence[Read], transport: Any) -> 
 def read_further(
     asked: Asked, reads: Sequence[Read], axes: tuple[str, ...], transport: Any
 ) -> list[Array]:
-    """All rows: those of the first round, and those that found no room in it.
+    """All rows: those of the first round, and those that exceeded its capacity.
 
     Args:
-        asked: in the first round.
-        reads: as for :func:`read_first`.
-        axes: of the mesh.
+        asked: the requests of the first round.
+        reads: as in :func:`read_first`.
+        axes: the axes of the mesh.
         transport: the dtype to send rows in, or None.
     """
     waiting = [k for k, p in enumerate(asked.parts) if not p.always_fits]
@@ -142,9 +143,9 @@ def _with_replies(rows: Array, bucket: Bucket, replies: Array) -> Array:
 
 
 class Arrived(NamedTuple):
-    """The gradients of the rows of each table, of all devices, at their owners.
+    """The gradients of the rows of each table, from all devices, at their owners.
 
-    All gradients of a row come in one round, as repeated rows. Several rounds need an update that
+    All gradients of a row arrive in one round, as repeated rows. Several rounds need an update that
     treats each row by itself.
 
     Attributes:
@@ -167,18 +168,18 @@ def send_gradients(
     """The gradients of rows at their owners.
 
     Args:
-        asked: for each part of the batch.
-        gradients: for each part of the batch those of the ids of each table. The sum of those of a
-            row is divided by ``divisor`` before it is rounded to their dtype.
-        divisor: of the sums.
-        axes: of the mesh.
+        asked: the requests of each part of the batch.
+        gradients: for each part of the batch, the gradients of the ids of each table. The sum of
+            the gradients of a row is divided by ``divisor`` before it is rounded to their dtype.
+        divisor: the divisor of the sums.
+        axes: the axes of the mesh.
         transport: the dtype to send gradients in, or None.
     """
     of_tables = [*zip(*(a.parts for a in asked), strict=True)]
     waiting = [t for t, parts in enumerate(of_tables) if not all(p.always_fits for p in parts)]
 
     def rows_of(tables: Sequence[int], local: Any, buckets: Any) -> list[SparseRows]:
-        """The rows of some tables; the other arguments are for each part of the batch."""
+        """The rows of some tables; the other arguments have an entry per part of the batch."""
         arrived = []
         for of_buckets, of_part in zip(buckets, gradients, strict=True):
             sent = []
@@ -197,10 +198,10 @@ def send_gradients(
         return found
 
     def agreed(firsts: Sequence[Sequence[Array]]) -> list[Array]:
-        """Of each waiting table and owner, the row at which all devices end this round.
+        """For each waiting table and owner, the row at which all devices end this round.
 
-        That many rows find room, of all devices and all parts of the batch, in messages that begin
-        at these positions.
+        The rows before it fit into the messages, which begin at these indices, of all devices and
+        all parts of the batch.
         """
         ends = []
         for t, of_table in zip(waiting, firsts, strict=True):
@@ -258,6 +259,6 @@ def send_gradients(
 
 
 def _joined(of_parts: Sequence[Array]) -> Array:
-    """What has arrived for each part of the batch, of shape ``(num_shards, capacity, ...)``."""
+    """Joins the rows that have arrived, of shape ``(num_shards, capacity, ...)``, of all parts."""
     flat = [x.reshape(-1, *x.shape[2:]) for x in of_parts]
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)

@@ -1,4 +1,4 @@
-"""Which device owns which row of a table."""
+"""The assignment of the rows of a table to devices."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Partition = Literal["mod", "div"]
 
 @dataclasses.dataclass(frozen=True)
 class RowSharding:
-    """How the rows of a table are distributed over a mesh axis, as ``tf.nn.embedding_lookup`` does.
+    """The distribution of the rows of a table over a mesh axis, as in ``tf.nn.embedding_lookup``.
 
     Device ``i % num_shards`` owns row ``i`` with ``"mod"``; with ``"div"`` each device owns
-    consecutive rows. Frequent ids are often small (words sorted by frequency): with ``"mod"`` they
-    have different owners.
+    consecutive rows. Frequent ids are often small (as of words sorted by frequency); ``"mod"``
+    gives them different owners.
 
-    The array of a table has ``stored_rows`` rows, the rows of the first device first. It has more
-    than ``num_rows`` rows, since all devices must have the same number. ``stored_rows`` depends on
-    ``num_shards`` only if this does not divide the root of ``multiple`` (with ``"mod"``) or
-    ``multiple`` (with ``"div"``), so a checkpoint of 64 devices can be restored on 1, 2, 4, ...,
-    64 by default (:func:`optzoo.sharded.in_order_of_ids`).
+    The array of a table has ``stored_rows`` rows, the rows of the first device first. This is more
+    than ``num_rows``, since all devices have the same number of rows. ``stored_rows`` does not
+    depend on ``num_shards`` if ``num_shards`` divides the root of ``multiple`` (with ``"mod"``) or
+    ``multiple`` (with ``"div"``). By default, a checkpoint of 64 devices can be restored on 1, 2,
+    4, ..., 64 (:func:`optzoo.sharded.in_order_of_ids`).
 
     Example:
         >>> import numpy as np, optzoo
@@ -48,13 +48,13 @@ class RowSharding:
         num_rows: the number of ids, ``0 .. num_rows - 1``. The id ``num_rows`` is padding.
         num_shards: the size of the mesh axis, or the product of the sizes of several.
         partition: ``"mod"`` or ``"div"``.
-        axis_name: of the mesh axis, or a tuple of several.
-        multiple: ``stored_rows`` is a multiple of it.
+        axis_name: the name of the mesh axis, or a tuple of names.
+        multiple: a divisor of ``stored_rows``.
 
     Raises:
         TypeError: if a number is not an integer.
-        ValueError: if a number is not positive; if ``partition`` or ``axis_name`` is neither of
-            the above; if the table has 2**31 rows or more and x64 is off.
+        ValueError: if a number is not positive; if ``partition`` or ``axis_name`` has another
+            value; if the table has 2**31 rows or more and x64 is off.
     """
 
     num_rows: int
@@ -75,7 +75,7 @@ class RowSharding:
             )
         if self.stored_rows >= 2**31 - 1 and _dtype_of_ids(jnp.int64) != jnp.int64:
             raise ValueError(
-                f"num_rows={self.num_rows} needs ids of 64 bits: call "
+                f"num_rows={self.num_rows} needs 64-bit ids: call "
                 "jax.config.update('jax_enable_x64', True) first"
             )
 
@@ -100,19 +100,19 @@ class RowSharding:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The partition spec of the table and of all its slots."""
+        """The partition spec of the table and its slots."""
         return PartitionSpec(self.axis_name)
 
     @property
     def shard(self) -> Shard:
-        """What the rows of a device know of the table."""
+        """The ``Shard`` of rows of a device."""
         return Shard(self.axes, self.num_rows, False)
 
     def places_of(self, ids: Any) -> Any:
-        """The row of the stored array for each id, where ``owner = place // rows_per_shard``.
+        """The row of the stored array for each id; the owner is ``place // rows_per_shard``.
 
-        It is ``stored_rows`` for padding and ``stored_rows + 1`` for ids out of range. The ids are
-        integers of NumPy or JAX.
+        Padding has the place ``stored_rows``, ids out of range ``stored_rows + 1``. The ids are
+        NumPy or JAX integers.
         """
         xp, ids = np if isinstance(ids, np.ndarray) else jnp, as_ids(ids)
         if not jnp.issubdtype(ids.dtype, jnp.integer):
@@ -125,25 +125,25 @@ class RowSharding:
         return xp.where((ids < 0) | (ids > self.num_rows), self.stored_rows + 1, place)
 
     def ids_of(self, places: Any) -> Any:
-        """The id of each row of the stored array; ``num_rows`` or more if it only fills a shard."""
+        """The id of each row of the stored array; at least ``num_rows`` for padding of a shard."""
         if self.partition == "div":
             return places
         return places % self.rows_per_shard * self.num_shards + places // self.rows_per_shard
 
     def required_capacity(self, ids: Any) -> int:
-        """The most distinct ids that one owner has, of the ids of one device; on the host."""
+        """The largest number of distinct ids per owner among the ids of one device; on the host."""
         places = np.unique(self.places_of(np.asarray(ids).reshape(-1)))
         owners = places[places < self.stored_rows] // self.rows_per_shard
         return int(np.bincount(owners, minlength=1).max())
 
     def capacity(self, num_ids: int, factor: float | None, *, repeated: bool = False) -> int:
-        """The number of rows that one device asks of each owner at once.
+        """The number of rows that one device requests from each owner at once.
 
         Args:
-            num_ids: the ids of one device.
-            factor: a multiple of their average number for an owner; None: enough for any ids, as
-                always with one shard.
-            repeated: whether the same row may be asked more than once, as always of one shard.
+            num_ids: the number of ids of one device.
+            factor: the multiple of the average number of ids per owner; None, as always with one
+                shard: sufficient for any ids.
+            repeated: whether a row may be requested more than once, as always with one shard.
         """
         repeated = repeated or self.num_shards == 1
         enough = max(1, num_ids if repeated else min(num_ids, self.rows_per_shard))
@@ -155,22 +155,22 @@ class RowSharding:
 
 
 def measured_capacity(s: RowSharding, num_ids: int, most: int) -> int:
-    """The number of rows that one device asks of each owner at once, by the ids of a batch.
+    """The number of rows that one device requests from each owner at once, by the ids of a batch.
 
-    It is a little more than that batch needs, at most the capacity of a factor of 1.0, which random
-    ids need, and at least that of a factor of 0.25: the batch may be an unusual one.
+    It slightly exceeds the need of the batch, and is limited to the capacities of the factors 0.25,
+    as the batch may be unusual, and 1.0, which suffices for random ids.
 
     Args:
-        s: of the table.
-        num_ids: the ids of one device.
-        most: the most distinct ids that one owner has of them.
+        s: the sharding of the table.
+        num_ids: the number of ids of one device.
+        most: the largest number of distinct ids per owner among them.
     """
     least, greatest = s.capacity(num_ids, 0.25), s.capacity(num_ids, 1.0)
     return min(max(least, _by_eights(math.ceil(most + 2 * math.sqrt(most)))), greatest)
 
 
 def _by_eights(rows: int) -> int:
-    """A TPU stores rows by eights: the rows of all owners then lie one after the other."""
+    """A multiple of 8, the group in which a TPU stores rows: the rows of owners are contiguous."""
     return rows + -rows % 8 if rows > 128 else rows
 
 
@@ -189,27 +189,27 @@ Tables = Mapping[str, RowSharding] | RowSharding
 
 
 def by_pattern(tables: Tables, tree: Any) -> Mapping[str, RowSharding]:
-    """Shardings by patterns; raises ``TypeError`` unless they are, or are one for one array."""
+    """Shardings by patterns, or one for one array; raises ``TypeError`` for other types."""
     if isinstance(tables, RowSharding) and jax.tree_util.all_leaves([tree]):
         return {"": tables}
     if not isinstance(tables, Mapping):
         raise TypeError(
-            "tables must be a dict of shardings by patterns, as for optzoo.sharded_minimize, such "
-            f"as {{'.*/embedding': sharding}}, got {tables!r}; one sharding is for one array"
+            "tables must be a dict from patterns to shardings, as in optzoo.sharded_minimize, such "
+            f"as {{'.*/embedding': sharding}}, or one sharding for one array, got {tables!r}"
         )
     return tables
 
 
 def shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[RowSharding | None]:
-    """For each parameter its sharding, None for those that are replicated.
+    """The sharding of each parameter, None for replicated parameters.
 
     Args:
-        tables: by a pattern of names (:func:`optzoo.param_groups`) its sharding.
+        tables: a dict from patterns of names (:func:`optzoo.param_groups`) to shardings.
         params: arrays, or their shapes.
 
     Raises:
-        ValueError: if a pattern matches no parameter or two match one, or if a parameter does not
-            have the rows of its sharding.
+        ValueError: if a pattern matches no parameter, if two patterns match the same one, or if a
+            parameter does not have the rows of its sharding.
     """
     by_name = value_by_name("tables", tables, params)
     found = []
@@ -218,7 +218,7 @@ def shardings_by_leaf(tables: Mapping[str, RowSharding], params: Any) -> list[Ro
         if sharding is not None and jnp.shape(x)[:1] != (sharding.stored_rows,):
             raise ValueError(
                 f"parameter '{path_name(path)}' must have the {sharding.stored_rows} stored rows "
-                f"of its sharding, got shape {jnp.shape(x)}: make it by "
+                f"of its sharding, got shape {jnp.shape(x)}: create it by "
                 "optzoo.sharded.create_table, or add rows to a whole table by "
                 "optzoo.growing.resize_table before optzoo.sharded.from_order_of_ids"
             )

@@ -1,11 +1,11 @@
 """Embedding lookups whose gradient is row-sparse.
 
-``value_and_grad`` traces the loss once. In its jaxpr it finds the lookups of the differentiated
-arguments, and the gathers of rows that count as such (``wanted.py``), and evaluates it with a
-*tap*, an array of zeros, added to the rows of each, which are read from an undifferentiated copy
-(``jaxprs/taps.py``). The gradient of the tap is the gradient of the rows, so no dense gradient is
-ever made. The same jaxpr tells which of the tables are used in any other way too
-(``jaxprs/dense_uses.py``).
+``value_and_grad`` traces the loss once. In the jaxpr it finds the lookups of the differentiated
+arguments, and the gathers of rows that are treated as lookups (``wanted.py``). It evaluates the
+jaxpr with a *tap*, an array of zeros, added to the rows of each lookup, which reads an
+undifferentiated copy of the table (``jaxprs/taps.py``). The gradient of the tap is the gradient of
+the rows, so no dense gradient is computed. The same jaxpr shows which tables are also used in other
+ways (``jaxprs/dense_uses.py``).
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ def lookup(table: Any, ids: Any, *, out_sharding: Any = None) -> Array:
     """``table[ids]`` for integer ids of any shape, with a row-sparse gradient.
 
     Inside a loss differentiated by :func:`optzoo.value_and_grad`, the gradient of a table that is
-    only read by lookups becomes :class:`optzoo.SparseRows`. Everywhere else, and for tables that
-    are also used in another way (tied weights), it is the usual dense gradient. ``table`` may be a
-    cast of such a table, ``params["table"].astype(...)``: then the rows are cast instead.
+    read by lookups only is a :class:`optzoo.SparseRows`. Otherwise, as for tied weights, it is the
+    usual dense gradient. ``table`` may be a cast of a parameter, ``params["table"].astype(...)``:
+    only the rows are cast.
 
-    The gradient of a large table is row-sparse there with ``table[ids]``, too. A lookup differs
-    from it in three ways: the table may have any size, there is an id for padding, and wrong ids
-    do not pass for others.
+    ``table[ids]`` of a large table has a row-sparse gradient, too. A lookup differs from it in
+    three ways: it works for tables of any size, it has a padding id, and invalid ids do not read
+    other rows.
 
-    The id ``len(table)`` is padding: it reads zeros and has no gradient. Where ids are padded with
-    -1, replace it: ``ids = jnp.where(ids < 0, len(table), ids)``. Any other id outside
-    ``[0, len(table))`` is an error if the ids are concrete; if they are traced, it reads NaN, so
-    that it cannot go unnoticed. Negative ids do not count from the end, and ids are not clipped.
+    The id ``len(table)`` is padding: it reads zeros and has no gradient. If your ids are padded
+    with -1, replace it: ``ids = jnp.where(ids < 0, len(table), ids)``. Any other id outside
+    ``[0, len(table))`` raises an error if the ids are concrete, and reads NaN if they are traced.
+    Negative ids do not index from the end, and ids are not clipped.
 
     Works under ``jax.vmap``, and inside the loss also in the body of a ``jit``, a ``checkpoint``, a
-    ``scan``, a ``cond`` or an inner ``grad``. The gradient is dense where a ``while_loop``, a
-    ``shard_map``, a ``jit`` with shardings, or a function of ``custom_jvp`` or ``custom_vjp`` takes
-    the table itself, and where a ``vmap`` or a ``scan`` takes a slice of it in each step:
-    do the lookup before. :func:`optzoo.value_and_grad` warns of it.
+    ``scan``, a ``cond`` or an inner ``grad``. The gradient is dense if the table itself is an
+    argument of a ``while_loop``, a ``shard_map``, a ``jit`` with shardings, or a function with
+    ``custom_jvp`` or ``custom_vjp``, or if a ``vmap`` or a ``scan`` maps over it: call ``lookup``
+    outside of them. :func:`optzoo.value_and_grad` warns in these cases.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -61,20 +61,20 @@ def lookup(table: Any, ids: Any, *, out_sharding: Any = None) -> Array:
         [0 2] [[2.0, 2.0], [2.0, 2.0]]
 
     Args:
-        table: an array of shape ``(num_rows, *row_shape)``; or a variable that holds one, such as
-            an ``nnx.Param`` or a linen variable: of an object that is not an array, ``table[...]``
-            is read, or ``table.value`` if it has no ``[...]``.
+        table: an array of shape ``(num_rows, *row_shape)``, or a variable that holds one, such as
+            an ``nnx.Param`` or a linen variable, whose array is ``table[...]``, or ``table.value``
+            if it does not support ``[...]``.
         ids: integers of any shape: an array, a number or a (nested) list.
         out_sharding: a ``PartitionSpec``, or a ``NamedSharding``, of the rows on a mesh with
-            explicit axes. By default rows are divided as their ids, and along their own axes as
-            those of the table, where these are other axes of the mesh.
+            explicit axes. By default rows are divided like their ids, and along their own axes like
+            the table, if these are other axes of the mesh.
 
     Returns:
         The rows, of shape ``ids.shape + row_shape``.
 
     Raises:
-        TypeError: if the ids are not integers; if the table neither is nor holds an array, or is
-            reduced along an axis of a mesh.
+        TypeError: if the ids are not integers; if the table is not an array or a variable that
+            holds one, or is reduced along an axis of a mesh.
         ValueError: if the table is a scalar; or, inside a ``shard_map`` that checks replication,
             if a replicated table is looked up at ids that differ between replicas.
         IndexError: if a concrete id is out of range.
@@ -107,19 +107,20 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """``jax.value_and_grad`` whose gradients of looked-up tables are SparseRows.
 
-    A table gets :class:`optzoo.SparseRows` (one row for each id that is read, repeats included) if
-    ``loss_fn`` reads it by :func:`optzoo.lookup` alone; or, if it has at least ``min_rows`` rows,
+    The gradient of a table is a :class:`optzoo.SparseRows` (one row for each id, repeats included)
+    if ``loss_fn`` reads it by :func:`optzoo.lookup` only; or, if it has at least ``min_rows`` rows,
     by lookups and by gathers of whole rows: ``table[ids]``, ``jnp.take(table, ids, axis=0)``,
-    ``table.at[ids].get()``, ``jax.lax.dynamic_index_in_dim``, and what makes the same operations,
-    such as the ``Embed`` of Flax. They have the values and the gradient that JAX gives them, also
-    for ids out of range. Everything else gets what ``jax.value_and_grad`` would give. ``loss_fn``
-    is called once. Use it under ``jit``: otherwise JAX allocates a dense gradient of zeros and
+    ``table.at[ids].get()``, ``jax.lax.dynamic_index_in_dim``, and functions with the same
+    operations, such as ``Embed`` of Flax. Gathers keep the values and gradients of JAX, also for
+    ids out of range. All other gradients are those of ``jax.value_and_grad``. ``loss_fn`` is called
+    once. Call the result under ``jit``: otherwise JAX allocates a dense gradient of zeros and
     discards it.
 
-    If such a table is used in any other way too (tied weights), or read where :func:`optzoo.lookup`
-    names it, it gets its correct dense gradient, which costs time and memory in proportion to the
-    table, and a :class:`DenseGradientWarning` with the reason and the line. A use of
-    ``jax.lax.stop_gradient(table)`` does not count, nor does one by the auxiliary data.
+    If such a table is also used in another way (tied weights), or read in one of the ways that
+    :func:`optzoo.lookup` lists, its gradient is dense, at a cost proportional to the table, and a
+    :class:`DenseGradientWarning` names the reason and the line. Uses of
+    ``jax.lax.stop_gradient(table)``, and uses by the auxiliary data only, keep the gradient
+    row-sparse.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -132,29 +133,31 @@ def value_and_grad(
     Args:
         loss_fn: returns a scalar, or ``(scalar, aux)``.
         argnums: which positional arguments to differentiate.
-        has_aux: whether ``loss_fn`` returns auxiliary data too.
-        sparse: where the gradient of such a table is dense, ``"warn"`` gives a
-            :class:`DenseGradientWarning` in every trace, ``"require"`` raises, and ``"allow"``
-            does neither. Or a dict of these by patterns of names (:func:`optzoo.param_groups`),
-            with ``"warn"`` for all others; of several arguments, the name begins with the position
-            in ``argnums``. A parameter that a pattern requires is a table of any size, and its
-            gradient must be rows, whatever reads it.
-        min_rows: the number of rows from which gathers count. Smaller tables, such as those of
-            positions, and biases that are read by index keep dense gradients.
-        allow_int: whether integers and booleans may be among what is differentiated. As in JAX
-            their gradients have the dtype ``float0``; optimizers want None instead.
+        has_aux: whether ``loss_fn`` also returns auxiliary data.
+        sparse: if the gradient of such a table is dense, ``"warn"`` gives a
+            :class:`DenseGradientWarning` in every trace, ``"require"`` raises an error, and
+            ``"allow"`` does neither. Or a dict from patterns of names (:func:`optzoo.param_groups`)
+            to these, with ``"warn"`` for all others; with several arguments, a name begins with the
+            position in ``argnums``. A pattern with ``"require"`` applies to tables of any size,
+            whose gradients must be row-sparse.
+        min_rows: the minimum number of rows of a table for which gathers have row-sparse gradients.
+            Smaller tables, such as position embeddings, and biases that are read by index keep
+            dense gradients.
+        allow_int: whether differentiated arguments may contain integers and booleans. As in JAX,
+            their gradients have the dtype ``float0``; optimizers need None instead.
 
     Returns:
-        A function of the arguments of ``loss_fn`` giving ``(value, gradients)`` or
+        A function of the arguments of ``loss_fn`` that returns ``(value, gradients)`` or
         ``((value, aux), gradients)``.
 
     Raises:
-        TypeError: if a pattern is no string, ``min_rows`` no int, or ``allow_int`` no bool; at
-            trace time, where ``jax.value_and_grad`` would raise it, or if ``loss_fn`` does not
-            return what ``has_aux`` says.
-        ValueError: if ``sparse`` is none of these, or ``min_rows`` is not positive; at trace time
-            if an argument to differentiate is not given by position, if a pattern matches no
-            parameter or two match one, or if a gradient is dense that ``sparse`` requires as rows.
+        TypeError: if a pattern is not a string, ``min_rows`` not an int, or ``allow_int`` not a
+            bool; at trace time, if ``jax.value_and_grad`` would raise it, or if the result of
+            ``loss_fn`` does not match ``has_aux``.
+        ValueError: if ``sparse`` has another value, or ``min_rows`` is not positive; at trace time,
+            if a differentiated argument is not given by position, if a pattern matches no
+            parameter, if two patterns match the same one, or if a gradient is dense although
+            ``sparse`` requires rows.
     """
     setting = RowsSetting.of(sparse, min_rows)
     check_flags(allow_int=allow_int)
@@ -194,7 +197,7 @@ def value_and_grad(
 
 
 def value_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    """The loss and the auxiliary data, None without, of what a loss function has returned."""
+    """The loss and the auxiliary data (None without) in the result of a loss function."""
     is_pair = isinstance(out, tuple | list) and len(out) == 2
     if has_aux and not is_pair:
         found = "the loss alone" if hasattr(out, "shape") else type(out).__name__
@@ -208,20 +211,20 @@ def value_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
 
 
 def check_differentiable(x: Any, name: str) -> None:
-    """Raises ``TypeError`` unless ``x`` has a gradient: it is real or complex."""
+    """Raises ``TypeError`` unless ``x`` is real or complex, and so has a gradient."""
     dtype = jnp.result_type(x)
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(
             f"{name} has dtype {dtype}, which has no gradient: differentiate with respect to the "
-            "parameters alone. Of a module of Flax NNX these are the second part of "
-            "nnx.split(model, nnx.Param, ...); optzoo.nnx_minimize takes the module"
+            "parameters only. In Flax NNX these are the second part of nnx.split(model, "
+            "nnx.Param, ...); optzoo.nnx_minimize accepts the module"
         )
 
 
 def check_no_module(*args: Any) -> None:
     """Raises ``TypeError`` for a module of Flax NNX that holds more than parameters.
 
-    What the loss changes in it, such as the count of a random key, would be lost.
+    Changes that the loss makes to it, such as the count of a random key, would be lost.
     """
     nnx = sys.modules.get("flax.nnx")  # who has a module has imported it
     for module in args:
@@ -231,14 +234,14 @@ def check_no_module(*args: Any) -> None:
         for path, x in leaves_with_path(module, is_leaf=is_variable):
             if not isinstance(x, nnx.Param):
                 raise TypeError(
-                    f"'{path_name(path)}' of the {type(module).__name__} is no nnx.Param: use "
+                    f"'{path_name(path)}' of the {type(module).__name__} is not an nnx.Param: use "
                     "optzoo.nnx_minimize(loss_fn), or differentiate with respect to the second "
                     "part of nnx.split(model, nnx.Param, ...)"
                 )
 
 
 def _name(path: Any, which: Sequence[int]) -> str:
-    """The path of a leaf in its argument; of several arguments, or of a bare one, which it is."""
+    """The path of a leaf in its argument, and the argument unless there is only one with paths."""
     inner, argument = path_name(path[1:]), f"argument {which[path[0].idx]}"
     if not inner:
         return argument
@@ -246,10 +249,10 @@ def _name(path: Any, which: Sequence[int]) -> str:
 
 
 def table_of(table: Any) -> Any:
-    """The array itself, or the one that a variable of Flax or of another library holds.
+    """The array, also that of a variable of Flax or of another library.
 
     Raises:
-        TypeError: if it neither is nor holds an array.
+        TypeError: if it is not an array or a variable that holds one.
         ValueError: if it is a scalar.
     """
     held = table
@@ -263,7 +266,7 @@ def table_of(table: Any) -> Any:
 
 
 def check_range(ids: Any, num_rows: int) -> None:
-    """Raises ``IndexError`` if ids, as they are given, are known and out of range."""
+    """Raises ``IndexError`` if ids are concrete and out of range."""
     if any(isinstance(i, jax.core.Tracer) for i in jax.tree.leaves(ids)):
         return
     ids = np.asarray(jax.device_get(ids))
@@ -272,5 +275,5 @@ def check_range(ids: Any, num_rows: int) -> None:
         first = ids[bad].flat[0]
         fix = f": jnp.where(ids < 0, {num_rows}, ids) makes it padding" if first < 0 else ""
         raise IndexError(
-            f"ids must lie in [0, {num_rows}) or be {num_rows} for padding, got {first}{fix}"
+            f"ids must be in [0, {num_rows}), or {num_rows} for padding, got {first}{fix}"
         )

@@ -1,4 +1,4 @@
-"""Makes any row-wise optimizer, such as one of optax, lazy on row-sparse gradients."""
+"""Makes any row-wise optimizer, such as one of optax, lazy for row-sparse gradients."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from ..state.stacks import is_stack
 def on_rows(
     inner: optax.GradientTransformation, *, check: bool = True
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes any row-wise optimizer lazy: it sees, and pays for, only the touched rows.
+    """Makes any row-wise optimizer lazy: it updates only the touched rows.
 
-    Repeated indices are summed. The touched rows of the parameters and of the state are gathered,
-    updated by ``inner`` as if they were the whole table, and the rows of the state scattered
-    back. Rows that no index names are unchanged, with all their state. Other gradients are left to
-    ``inner``, and the state is that of ``inner``, so checkpoints are interchangeable.
+    Rows with repeated indices are summed. The touched rows of the parameters and the state are
+    gathered and updated by ``inner`` as if they were the whole table, and the rows of the state are
+    scattered back. Untouched rows and their state are unchanged. Dense gradients are passed to
+    ``inner``. The state is that of ``inner``, so checkpoints are interchangeable.
 
     *Row-wise* means that the new value and state of a row depend on no other row, nor on the number
     of rows. Element-wise optimizers such as ``optax.adamw`` and ``optax.lion`` are row-wise, and so
-    is a norm within each row. A norm over the table (LAMB, clipping), factored statistics
-    (Adafactor) and noise are not. This is proved from the operations of the update when it is
+    are norms within each row. Norms over the table (LAMB, clipping), factored statistics
+    (Adafactor) and noise are not. This is verified from the operations of the update when it is
     traced, at no cost at run time; without ``jit``, once for each set of shapes. Wrappers that keep
     a gradient for a later step (``optax.MultiSteps``, ``apply_every``, ``lookahead``,
-    ``contrib.sam``) are refused by their states.
+    ``contrib.sam``) are recognized by their states and refused.
 
-    With ``check=False`` nothing is proved; only ``inner.init`` is traced, to find the arrays of the
-    state that have rows. You then promise that ``inner`` is row-wise, keeps no gradient for a later
-    step, and returns updates and state of the shapes it was given. If it does not, results are
-    wrong without an error. Your own wrapper that keeps gradients is not noticed in either case.
+    ``check=False`` skips the verification; only ``inner.init`` is traced, to find the arrays of the
+    state that have rows. ``inner`` must then be row-wise, keep no gradient for a later step, and
+    keep the shapes of updates and state; otherwise results are wrong without an error. A wrapper of
+    your own that keeps gradients is not detected in either case.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -52,16 +52,16 @@ def on_rows(
 
     Args:
         inner: any optax transformation.
-        check: whether to prove that ``inner`` is row-wise. A new version of JAX may have
-            primitives that the proof does not know; the error then names ``check=False``.
+        check: whether to verify that ``inner`` is row-wise. A new version of JAX may have
+            primitives that the verification does not support; the error then names ``check=False``.
 
     Raises:
-        TypeError: if ``inner`` is no transformation; at trace time, if a gradient or its parameter
-            is of an integer dtype, or of one of 8 bits.
+        TypeError: if ``inner`` is not a transformation; at trace time, if a gradient or its
+            parameter has an integer or 8-bit dtype.
         ValueError: at trace time, if a SparseRows gradient is given and ``inner`` is not row-wise,
-            if a gradient has another shape than its parameter, if rows are those of another table
-            than the state, or if ``inner`` keeps the slots of the table in a stack. An error of
-            ``inner`` itself is raised with a note.
+            if the shapes of a gradient and its parameter differ, if the state is that of another
+            table, or if ``inner`` keeps the slots of the table in a stack. Errors of ``inner`` are
+            raised with a note.
     """
     traced, inner = inner, inner_transformation(inner=inner)
     traced = optax.with_extra_args_support(traced)
@@ -92,7 +92,7 @@ def _update_rows(
     params: Any,
     extra_args: dict[str, Any],
 ) -> tuple[Any, Any]:
-    """One update of the touched rows and of all other gradients."""
+    """An update of the touched rows, and of all parameters with dense gradients."""
     gs, treedef = gradients
     gs = [g.coalesce() if is_rows(g) else g for g in gs]
     state_def, owners = rows_of_state
@@ -127,7 +127,9 @@ def _gather(g: Any, x: Any) -> Any:
             "gradient into a stack: keep tables out of the stacks by its mask or max_size"
         )
     if jnp.shape(x)[:1] != (g.num_rows,) and not g.in_lines(x):
-        raise ValueError(f"a gradient of {g.num_rows} rows does not fit an array of {jnp.shape(x)}")
+        raise ValueError(
+            f"a gradient of {g.num_rows} rows does not match an array of shape {jnp.shape(x)}"
+        )
     return g.gather(x)
 
 

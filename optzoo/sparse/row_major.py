@@ -1,4 +1,4 @@
-"""Tables and slots whose rows a step changes keep each row in one piece of memory."""
+"""Row-major layouts of the tables and slots whose rows a step changes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ..jaxprs.graph import Graph
 
 
 def row_major(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The same step, where the arrays of which it changes some rows come out row-major.
+    """The same step, whose results are row-major where it changes rows of arrays.
 
     On a TPU an array is stored by columns unless the width of its rows is 1 or a multiple of 128.
-    Rows are gathered and scattered row-major, so a step would copy such a table, and each slot of
-    it, to that layout and back. The results of this function are row-major: the first step converts
-    what is not yet (:func:`optzoo.rows.formats`), and each later step costs what the rows of its
-    gradients cost. The price is memory: a row takes a multiple of 128 elements.
+    Rows are gathered and scattered row-major, so a step would copy such a table, and each of its
+    slots, to that layout and back. With this function the results are row-major: the first step
+    converts arrays in other layouts (:func:`optzoo.rows.formats`), and the cost of later steps
+    scales with the rows of their gradients. The price is memory: rows are padded to a multiple of
+    128 elements.
 
-    :func:`optzoo.minimize` and :func:`optzoo.sharded_minimize` do this already. It is for a step of
-    your own, inside of its ``jit``. On CPUs and GPUs all arrays are row-major, and nothing changes.
-    Nor does it where no program can be for a TPU, which is neither here nor is libtpu installed,
-    and before JAX 0.11.1: there a result whose layout is demanded cannot take the memory of a
-    donated argument.
+    :func:`optzoo.minimize` and :func:`optzoo.sharded_minimize` do this themselves. Use this
+    function in a step of your own, inside of its ``jit``. It has no effect on CPUs and GPUs, where
+    all arrays are row-major; without a TPU and libtpu; and before JAX 0.11.1, where results with a
+    required layout cannot reuse the memory of donated arguments.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, optzoo
@@ -70,11 +70,11 @@ def row_major(step: Callable[..., Any]) -> Callable[..., Any]:
 def formats(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The layout and sharding that a step needs of each of its arguments.
 
-    On a TPU the arrays of which the step changes some rows are best row-major
-    (:func:`optzoo.rows.row_major`). The steps of :func:`optzoo.minimize` and
-    :func:`optzoo.sharded_minimize` convert those that are not, one by one; a step of your own
-    converts all of them in its first program, with both layouts in memory. Arrays that are made,
-    restored or moved with these formats need neither:
+    On a TPU, arrays whose rows a step changes should be row-major (:func:`optzoo.rows.row_major`).
+    The steps of :func:`optzoo.minimize` and :func:`optzoo.sharded_minimize` convert arrays in other
+    layouts one by one; a step of your own converts all of them in its first program, with both
+    layouts in memory. Arrays that are created, restored or moved with these formats need no
+    conversion:
 
     .. code-block:: python
 
@@ -83,8 +83,8 @@ def formats(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         params = jax.jit(init, out_shardings=of_params)()
         state = jax.jit(tx.init, out_shardings=of_state)(params)
 
-    Nothing is run. Where layouts are not demanded (:func:`optzoo.rows.row_major`) this gives the
-    shardings alone.
+    Nothing is run. Where layouts are not required (see :func:`optzoo.rows.row_major`), only the
+    shardings are returned.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -98,19 +98,20 @@ def formats(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         (6, 2)
 
     Args:
-        step: a function compiled by ``jax.jit``, or a step of optzoo; another function is taken as
-            it is.
-        *args: its arguments: arrays, or a ``jax.ShapeDtypeStruct`` for each. A shape without a
-            sharding is meant for the default device.
+        step: a function compiled by ``jax.jit``, or a step of optzoo; another function is traced
+            unchanged.
+        *args: the arguments: arrays, or a ``jax.ShapeDtypeStruct`` for each. A shape without a
+            sharding is placed on the default device.
         **kwargs: further arguments of the step.
 
     Returns:
-        A tree like ``args``. For an array of which rows are changed it has a ``Format`` of
-        ``jax.experimental.layout``, for another one its sharding.
+        A tree like ``args``: a ``Format`` of ``jax.experimental.layout`` for each array whose rows
+        are changed, and the sharding of each other array.
 
     Raises:
         TypeError: if ``step`` is not a function.
-        ValueError: if an argument has a sharding over several devices, and another one has none.
+        ValueError: if one argument has a sharding over several devices and another argument has no
+            sharding.
     """
     by_rows = _needs(step, args, kwargs).by_rows
     leaves = leaves_with_path(args)
@@ -123,15 +124,16 @@ def formats(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             continue
         if sharding is None:
             raise ValueError(
-                f"args[{path[0].idx}] '{path_name(path[1:])}' has no sharding, and another "
-                "argument is on several devices: give its shape with the sharding of the array"
+                f"args[{path[0].idx}] '{path_name(path[1:])}' has no sharding, but another "
+                "argument is on several devices: give the ShapeDtypeStruct the sharding of the "
+                "array"
             )
         found[k] = _format(x, sharding)
     return jax.tree.structure(args).unflatten(found)
 
 
 def compiler_options(step: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The options of the compiler for a step that changes rows of tables on TPUs.
+    """The compiler options for a step that changes rows of tables on TPUs.
 
     The steps of :func:`optzoo.minimize` and :func:`optzoo.sharded_minimize` are compiled with them.
     For a step of your own:
@@ -142,15 +144,15 @@ def compiler_options(step: Callable[..., Any], *args: Any, **kwargs: Any) -> dic
         options = optzoo.rows.compiler_options(step, params, state, *batch)
         step = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
 
-    - ``xla_tpu_enable_async_all_to_all``, if the step has an all-to-all, such as those of
-      :func:`optzoo.sharded.lookup`: without it a TPU does nothing else while arrays are exchanged.
-      The compiler does not have it for slices of v5e of more than 16 chips.
+    - ``xla_tpu_enable_async_all_to_all``, if the step has an all-to-all, as in
+      :func:`optzoo.sharded.lookup`: without it, a TPU does not compute while arrays are exchanged.
+      The compiler does not support it for v5e slices of more than 16 chips.
     - ``xla_tpu_experimental_max_padding_gib``, for tables of more than a million rows that are less
-      than 128 elements wide: in a loop or a branch, XLA stores an array by columns if by rows its
-      padding is large. Then a step with row-major tables (:func:`optzoo.rows.row_major`) copies
-      them whole. This allows as much padding as they have, in whole GiB.
+      than 128 elements wide: in a loop or a branch, XLA stores an array by columns if a row-major
+      layout has much padding, so that a step with row-major tables (:func:`optzoo.rows.row_major`)
+      copies them. The option permits their padding, in whole GiB.
 
-    Nothing is run. A function with options can be called in no other function that is compiled.
+    Nothing is run. A function compiled with options cannot be called in another compiled function.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -159,15 +161,15 @@ def compiler_options(step: Callable[..., Any], *args: Any, **kwargs: Any) -> dic
         {}
 
     Args:
-        step: a function compiled by ``jax.jit``, or a step of optzoo; another function is taken as
-            it is.
-        *args: its arguments: arrays, or a ``jax.ShapeDtypeStruct`` for each. Those on a TPU have a
+        step: a function compiled by ``jax.jit``, or a step of optzoo; another function is traced
+            unchanged.
+        *args: the arguments: arrays, or a ``jax.ShapeDtypeStruct`` for each, which for a TPU has a
             sharding over its devices.
         **kwargs: further arguments of the step.
 
     Returns:
-        For ``jax.jit(..., compiler_options=...)`` or ``lowered.compile(...)``. It is empty for
-        other devices. GPUs need no option: there an all-to-all runs beside other operations anyway.
+        A dict for ``jax.jit(..., compiler_options=...)`` or ``lowered.compile(...)``. It is empty
+        for other devices. GPUs need no option, since their all-to-alls are asynchronous by default.
 
     Raises:
         TypeError: if ``step`` is not a function.
@@ -176,11 +178,11 @@ def compiler_options(step: Callable[..., Any], *args: Any, **kwargs: Any) -> dic
 
 
 class Needs(NamedTuple):
-    """What a step needs of its arguments and of the compiler.
+    """The layouts and compiler options that a step needs.
 
     Attributes:
-        by_rows: the leaves of its arguments that need to be row-major, by their positions; and
-            whether their rows are changed in a loop or a branch.
+        by_rows: the indices of the leaves of its arguments that must be row-major, and whether
+            their rows are changed in a loop or a branch.
         exchanges: whether devices exchange arrays.
     """
 
@@ -189,14 +191,14 @@ class Needs(NamedTuple):
 
     @classmethod
     def of(cls, traced: Any) -> Needs:
-        """The same of a traced step."""
+        """The needs of a traced step."""
         graph = Graph.of(traced.jaxpr.jaxpr, traced.jaxpr.consts)
         origins = {of.position: of.is_inside for of in changed_rows(graph) if of is not None}
         by_rows = {k: x for k, x in origins.items() if can_be_row_major(graph.inputs[k].aval)}
         return cls(by_rows, contains(traced.jaxpr.jaxpr, "all_to_all"))
 
     def options(self, leaves: Sequence[Any]) -> dict[str, Any]:
-        """The options of the compiler, for these leaves of the arguments."""
+        """The compiler options for these leaves of the arguments."""
         options = dict[str, Any]()
         if self.exchanges and _can_exchange_beside(leaves):
             options["xla_tpu_enable_async_all_to_all"] = "true"
@@ -215,9 +217,9 @@ def _is_on_tpu(x: Any) -> bool:
 
 
 def _can_exchange_beside(arrays: Sequence[Any]) -> bool:
-    """Whether these arrays are on TPUs that have asynchronous all-to-alls.
+    """Whether these arrays are on TPUs that support asynchronous all-to-alls.
 
-    The compiler refuses them on slices of v5e of more than 16 chips (libtpu 0.0.52).
+    The compiler refuses them on v5e slices of more than 16 chips (libtpu 0.0.52).
     """
     devices = set().union(*(x.sharding.device_set for x in arrays if _is_on_tpu(x)))
     kinds = {device.device_kind for device in devices}
@@ -225,7 +227,7 @@ def _can_exchange_beside(arrays: Sequence[Any]) -> bool:
 
 
 def _padding(x: Any) -> int:
-    """The bytes of padding that a row-major array has on a TPU; 0 if it is on no TPU."""
+    """The bytes of padding of a row-major array on a TPU; 0 on other devices."""
     if not _is_on_tpu(x):
         return 0
     *rows, width = x.sharding.shard_shape(x.shape)
@@ -233,7 +235,7 @@ def _padding(x: Any) -> int:
 
 
 def _needs(step: Callable[..., Any], args: Any, kwargs: Any) -> Needs:
-    """What a step needs where its program may be for a TPU; elsewhere nothing."""
+    """The needs of a step whose program may run on a TPU; empty elsewhere."""
     check_function(step=step)
     jitted: Any = step if hasattr(step, "trace") else jax.jit(step)
     traced = jitted.trace(*args, **kwargs)
@@ -241,7 +243,7 @@ def _needs(step: Callable[..., Any], args: Any, kwargs: Any) -> Needs:
 
 
 def to_row_major(x: Any) -> Any:
-    """An array that is row-major; one in another layout is deleted, as if it were donated."""
+    """The array in row-major layout; the original is deleted if it had another layout."""
     is_array = isinstance(x, jax.Array)
     if is_array and (x.is_deleted() or _is_row_major(x)):
         return x
@@ -258,9 +260,9 @@ def _is_row_major(x: Any) -> bool:
 
 
 def with_row_major(x: Any) -> Any:
-    """A shape in the layout that :func:`to_row_major` makes.
+    """The shape with the layout of :func:`to_row_major`.
 
-    Arrays stay as they are, and shapes that have a layout, or no sharding.
+    Arrays, and shapes that have a layout or no sharding, are returned unchanged.
     """
     if getattr(x, "sharding", None) is None or x.format.layout is not None:
         return x
@@ -269,13 +271,13 @@ def with_row_major(x: Any) -> Any:
 
 
 def _format(x: Any, sharding: Any) -> Format:
-    """That of a row-major array."""
+    """The format of a row-major array."""
     return Format(Layout(tuple(range(x.ndim))), sharding)
 
 
 def can_be_row_major(x: Any) -> bool:
-    """Whether an array has rows of several elements, and a TPU has such elements.
+    """Whether a TPU can store an array row-major: its rows have several elements of a native type.
 
-    Those of 64 bits are split by the compiler for TPUs, which takes no demand of a layout there.
+    The compiler for TPUs splits 64-bit elements, and then does not accept a required layout.
     """
     return x.ndim > 1 and x.size > x.shape[0] and x.dtype.itemsize <= 4

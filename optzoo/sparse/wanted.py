@@ -1,4 +1,4 @@
-"""Which gradients are to be rows, and what happens where one of them is dense."""
+"""Which gradients must be row-sparse, and what happens if one of them is dense."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIN_ROWS = 16_384
 
 
 class DenseGradientWarning(UserWarning):
-    """The gradient of a table of which rows are read is dense, for the reason given.
+    """The gradient of a table is dense although its rows are read, for the reason given.
 
     Example:
         >>> import warnings
@@ -44,7 +44,7 @@ class RowsSetting(NamedTuple):
 
     @classmethod
     def of(cls, sparse: Any, min_rows: Any) -> RowsSetting:
-        """The same; raises ``TypeError`` or ``ValueError`` for arguments that are none of these."""
+        """The checked arguments; raises ``TypeError`` or ``ValueError`` for invalid ones."""
         if not isinstance(sparse, Mapping):
             check_choice(Sparse, sparse=sparse)
             return cls(sparse, check_size(1, min_rows=min_rows))
@@ -54,11 +54,11 @@ class RowsSetting(NamedTuple):
         return cls(sparse, check_size(1, min_rows=min_rows))
 
     def of_tree(self, tree: Any, names: Sequence[str]) -> WantedRows:
-        """What is wanted of the leaves of a tree, the parameters.
+        """The requirements on the gradients of the leaves of a tree.
 
         Args:
-            tree: its paths are what the patterns match.
-            names: of the leaves, for errors.
+            tree: the parameters; the patterns match their paths.
+            names: the names of the leaves in errors.
         """
         paths = [path_name(path) for path, _ in leaves_with_path(tree)]
         levels, required = [self.sparse] * len(paths), set[int]()
@@ -73,7 +73,7 @@ class RowsSetting(NamedTuple):
 
 
 class WantedRows(NamedTuple):
-    """What is wanted of the gradients of parameters, by their positions."""
+    """The requirements on the gradients of parameters, by their indices."""
 
     names: Sequence[str]
     levels: Sequence[Any]  # what to do where rows are read and the gradient is dense: Sparse
@@ -82,33 +82,31 @@ class WantedRows(NamedTuple):
     arrays: set[int]  # those that are arrays with rows, not in lines
 
     def gathers(self, traced: TracedLoss, elsewhere: Iterable[int] = ()) -> set[int]:
-        """The parameters of which gathers of rows are lookups, and may occur in a loss.
+        """The parameters whose gathers of rows are lookups, and may occur in a loss.
 
         Args:
             traced: the loss.
-            elsewhere: parameters that can be read by lookups alone.
+            elsewhere: parameters that can be read by lookups only.
         """
         mine = self.large | {*elsewhere} | (traced.looked_up & self.arrays)
         return mine & traced.gathered() if mine else mine
 
     def report(self, loss: Loss) -> None:
-        """Warns of dense gradients of tables of which rows are read, or raises ``ValueError``."""
+        """Warns of dense gradients of tables whose rows are read, or raises ``ValueError``."""
         reasons = dict(loss.dense_tables())
         for i, reason in reasons.items():
             self.report_dense(i, reason)
         for i in sorted(self.required - reasons.keys()):
             if loss.uses[i]:
                 raise ValueError(
-                    f"the gradient of {self.names[i]} is dense, but sparse requires rows: no "
-                    f"lookup and no gather of whole rows reads it, {loss.use_of(i)} does"
+                    f"the gradient of {self.names[i]} is dense, but sparse requires rows: the "
+                    f"loss reads it by {loss.use_of(i)}, not by lookups or gathers of whole rows"
                 )
 
     def report_dense(self, leaf: int, reason: str) -> None:
-        """Warns of the dense gradient of a table of which rows are read, or raises an error."""
+        """Warns of the dense gradient of a table whose rows are read, or raises an error."""
         level = self.levels[leaf]
-        text = (
-            f"the gradient of {self.names[leaf]} is dense, although rows of it are read: {reason}"
-        )
+        text = f"the gradient of {self.names[leaf]} is dense, although its rows are read: {reason}"
         if level == "require":
             raise ValueError(f"{text}. With sparse='allow' dense gradients are permitted")
         if level == "warn":

@@ -1,4 +1,4 @@
-"""What optimizers keep: types, storage, slots by name, averages, shardings."""
+"""States of optimizers: types, storage, slots by name, averages, shardings."""
 
 from .averages import swap_averages as swap_averages
 from .saved import state_like as state_like

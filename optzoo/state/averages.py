@@ -1,4 +1,4 @@
-"""Averages and centers: parameters to evaluate that differ from those that are trained."""
+"""Averages and centers: parameters to evaluate that differ from the trained ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .types import Exact, LocalSGDState, ReplicaState, Signed
 
 
 class MovingAverageSlots(NamedTuple):
-    """What the moving average keeps."""
+    """The state of the moving average."""
 
     average: Exact  # of the parameters, in float32 at least
 
@@ -28,7 +28,7 @@ class MovingAverageSlots(NamedTuple):
 
 
 class EMANesterovSlots(NamedTuple):
-    """What EMA-Nesterov keeps."""
+    """The state of EMA-Nesterov."""
 
     iterate: Exact  # the parameters without the step ahead, in float32 at least
     direction: Signed  # the moving average of their changes
@@ -38,18 +38,17 @@ def averages_of(params: Any, state: Any) -> Any:
     """The averages or the center of the parameters, in their dtypes.
 
     Raises:
-        ValueError: as :func:`optzoo.state.swap_averages`.
+        ValueError: as in :func:`optzoo.state.swap_averages`.
     """
     averages, _ = swap_averages(params, state)
     return jax.tree.map(lambda a, x: _on_device(a).astype(jnp.result_type(x)), averages, params)
 
 
 def swap_averages(params: Any, state: Any) -> tuple[Any, Any]:
-    """Exchanges the parameters with the averages or the center; twice changes nothing.
+    """Swaps the parameters and the averages or the center; a second call reverts it.
 
-    A checkpoint of the result has the averages in the place of the parameters, for evaluation.
-    Swap again after loading to resume training. The counterpart of the originals'
-    ``swapping_saver``.
+    A checkpoint of the result has the averages in place of the parameters, for evaluation. Swap
+    again after loading to resume training. The counterpart of the originals' ``swapping_saver``.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -61,24 +60,24 @@ def swap_averages(params: Any, state: Any) -> tuple[Any, Any]:
         [-0.5] [-1.]
 
     Args:
-        params: the parameters that are trained.
-        state: the state of an optimizer, as for :func:`optzoo.eval_params`.
+        params: the trained parameters.
+        state: the state of an optimizer, as in :func:`optzoo.eval_params`.
 
     Returns:
-        The averages in the place of the parameters, and the state with the parameters in the
-        place of the averages. Each array keeps its dtype and shape, so nothing is lost. Replicas
-        that share their parameters may have no averages: then nothing is exchanged.
+        The averages in place of the parameters, and the state with the parameters in place of the
+        averages. Each array keeps its dtype and shape. If replicas with shared parameters have no
+        averages, nothing is swapped.
 
     Raises:
-        ValueError: if no part of the state has averages or a center, or is that of a method for
-            replicas; or if the averages have an axis of replicas and the parameters do not.
-        StateError: if the parameters have another structure than the averages.
+        ValueError: if the state has no averages or center and is not that of a method for replicas;
+            or if the averages have a replica axis and the parameters do not.
+        StateError: if the parameters and the averages differ in structure.
     """
     nodes, treedef = jax.tree.flatten(state, is_leaf=_is_average)
     if not has_averages(state) and not _is_of_replicas(state):
         raise ValueError(
-            "state has neither averages nor a center: put optzoo.moving_average around the "
-            "optimizer, or evaluate params themselves"
+            "state has no averages and no center: wrap the optimizer in optzoo.moving_average, "
+            "or evaluate params themselves"
         )
     exchanged = set()
     # Of averages of averages the outermost; an iterate is no average, so it is the last choice.
@@ -102,7 +101,7 @@ def swap_averages(params: Any, state: Any) -> tuple[Any, Any]:
 
 
 def _like(shape: Any, params: Any) -> list[Any]:
-    """The parameters in the order of the averages, of which this is the structure."""
+    """The parameters in the structure of the averages."""
     try:
         return shape.flatten_up_to(params)
     except ValueError as error:
@@ -114,8 +113,8 @@ def _like(shape: Any, params: Any) -> list[Any]:
 def start_of_average(x: Any) -> Array:
     """A copy of a parameter in float32 at least; zeros for an abstract parameter.
 
-    In 16 bits small changes of an average would be rounded away. It is a copy because the buffer
-    of the parameter may be donated.
+    In 16 bits, small changes of an average would be rounded away. The parameter is copied since its
+    buffer may be donated.
     """
     if isinstance(x, jax.ShapeDtypeStruct):
         return jnp.zeros_like(x, dtype=wide_dtype(x))
@@ -125,13 +124,13 @@ def start_of_average(x: Any) -> Array:
 def wide_zeros_like(params: Any) -> Any:
     """Zeros like the parameters, in float32 at least.
 
-    ``optax.tree.zeros_like`` knows only one dtype for all leaves.
+    ``optax.tree.zeros_like`` supports only one dtype for all leaves.
     """
     return jax.tree.map(lambda x: jnp.zeros_like(x, dtype=wide_dtype(x)), params)
 
 
 def _on_device(a: Array) -> Array:
-    """An average that is kept in the memory of the host, in that of the device."""
+    """Copies an average in host memory to the device."""
     is_on_host = getattr(jax.typeof(a), "memory_space", None) == jax.memory.Space.Host
     return jax.device_put(a, jax.memory.Space.Device) if is_on_host else a
 
@@ -142,7 +141,7 @@ def _is_of_replicas(state: Any) -> bool:
 
 
 def _check_fits(averages: Iterable[tuple[Any, Any]], params: Iterable[Any]) -> None:
-    """Raises ``ValueError`` if averages are not those of the parameters."""
+    """Raises ``ValueError`` if averages do not match the parameters."""
     for (path, a), x in zip(averages, params, strict=True):
         if is_masked(a):
             continue
@@ -150,12 +149,11 @@ def _check_fits(averages: Iterable[tuple[Any, Any]], params: Iterable[Any]) -> N
         of_x = getattr(x, "shape", ())
         if jnp.shape(a)[1:] == of_x != jnp.shape(a):
             raise ValueError(
-                f"{average} has an axis of replicas: write "
-                "sync_replicas(moving_average(optimizer), ...)"
+                f"{average} has a replica axis: write sync_replicas(moving_average(optimizer), ...)"
             )
         if is_rows(x) or kind_of(a) != kind_of(x):
             raise ValueError(
-                f"{average} is not that of params: it has {kind_of(a)}, and they {kind_of(x)}"
+                f"{average} does not match params: it has {kind_of(a)}, but params has {kind_of(x)}"
             )
 
 
@@ -169,7 +167,7 @@ def has_averages(state: Any) -> bool:
 
 
 def _averages(node: Any) -> Any:
-    """The averages or the center in a part of a state; None if it has none."""
+    """The averages or the center in a part of a state; None without them."""
     match node:
         case LocalSGDState():
             return node.replicated.center

@@ -1,8 +1,8 @@
-"""Whether a parameter had a gradient in any of several steps, whose sum is applied in the last one.
+"""Flags of parameters with a gradient in any of several steps, whose sum the last step applies.
 
-A gradient is None by the structure of a step, but the sum must not be lost if it is None in the
-last step alone. So the state has a flag for each parameter. An optimizer then gets a sum for all,
-and its results for parameters that had no gradient are not used.
+A gradient of None is part of the structure of a step, but the sum must be applied even if the
+gradient is None in the last step. For this, the state has a flag for each parameter. The optimizer
+gets a sum for all parameters, and its results for parameters without a gradient are discarded.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from .slots import map_slot_trees
 
 
 def none_came(params: Any) -> Any:
-    """For each parameter False; None for one that cannot be trained, such as of integers."""
+    """False for each parameter; None for parameters that cannot be trained, such as integers."""
     return map_parameters(lambda x: jnp.zeros([], bool) if is_trainable(x) else None, params)
 
 
@@ -29,12 +29,12 @@ def has_come(updates: Any, came: Any) -> Any:
 
 
 def late(updates: Any, came: Any) -> Any:
-    """The flags of parameters that have no gradient in this step; None of all others."""
+    """The flags of parameters without a gradient in this step; None for all others."""
     return _map_came(lambda g, c: c if g is None else None, updates, came)
 
 
 def _map_came(f: Any, updates: Any, came: Any) -> Any:
-    """``f`` of each gradient and its flag."""
+    """Applies ``f`` to each gradient and its flag."""
     boxes = Boxes(updates)
     return boxes.refilled(came, map(f, boxes.contents, boxes.slots(came)))
 
@@ -42,14 +42,14 @@ def _map_came(f: Any, updates: Any, came: Any) -> Any:
 def leave_out(
     inner: optax.GradientTransformation, came: Any, updates: Any, new: Any, old: Any
 ) -> tuple[Any, Any]:
-    """The updates and the state of ``inner``, unchanged for parameters to which no gradient came.
+    """The updates and the state of ``inner``, unchanged for parameters without any gradient.
 
     Args:
         inner: the optimizer.
-        came: the flags; None of a parameter whose results are used in any case.
-        updates: those of ``inner`` for the sums.
-        new: its state after them.
-        old: its state before.
+        came: the flags; None for a parameter whose results are used in any case.
+        updates: the updates of ``inner`` for the sums.
+        new: the state of ``inner`` after them.
+        old: the state of ``inner`` before.
 
     Raises:
         ValueError: if ``optax.tree.map_params`` does not find the slots in the state.
@@ -73,7 +73,7 @@ def leave_out(
         changes = map_slot_trees(inner, of_slots, new, lambda _: True)
     except ValueError as error:
         raise ValueError(
-            "a gradient is None in the last of several steps, and optax.tree.map_params finds no "
+            "a gradient is None in the last of several steps, but optax.tree.map_params finds no "
             "slots of its parameter in the state: give zeros in its place"
         ) from error
     us = map(of_update, boxes.nodes, flags)

@@ -1,4 +1,4 @@
-"""The decay rule of rows without a gradient, and how an optimizer states it."""
+"""The decay rule of rows without a gradient, and how an optimizer declares it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax import Array
 
 
 class DecayRule(NamedTuple):
-    r"""What an update with the gradient zero does to a row of a parameter and its slots.
+    r"""The effect of an update with a zero gradient on a row of a parameter and its slots.
 
     .. math::
         s &\leftarrow d_s\, s \quad\text{for each slot} \\
@@ -47,9 +47,9 @@ class DecayRule(NamedTuple):
 
     @classmethod
     def of_text(cls, text: str) -> DecayRule:
-        """The decay rule of a checkpoint of an old version, in which its text is a key.
+        """The decay rule of a checkpoint of an old version, whose key is its text.
 
-        Such as ``decays=(('m', 0.9), ('v', 0.999)), moves=m, over=v, eps=1e-08``.
+        An example is ``decays=(('m', 0.9), ('v', 0.999)), moves=m, over=v, eps=1e-08``.
         """
         nodes = ast.walk(ast.parse(f"DecayRule({text})"))
         [call] = (node for node in nodes if isinstance(node, ast.Call))
@@ -59,10 +59,10 @@ class DecayRule(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A decay rule without its numbers: all that a program depends on before it runs.
+    """A decay rule without its numbers: the static part of a program.
 
-    Its key is the one of the clock in the state. The numbers are arrays of the clock, so that they
-    can change while the tree stays the same.
+    Its key is the key of the clock in the state. The numbers are arrays of the clock, so that they
+    can change without changing the structure of the state.
     """
 
     decays: tuple[str, ...]
@@ -85,7 +85,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of_key(cls, key: Any) -> Form | None:
-        """The form of a key; None if it is no key of a form, such as one of an old version."""
+        """The form of a key; None if it is not a key of a form, such as a key of an old version."""
         words = [word.partition("_") for word in str(key).split("__")]
         decays = tuple(value for name, _, value in words if name == "decays")
         given = {name: value for name, _, value in words}
@@ -95,13 +95,13 @@ class Form(NamedTuple):
 
     @property
     def powers(self) -> tuple[str, ...]:
-        """Of what rows need powers: the decays of slots, that of the row, that of the average."""
+        """The decays whose powers rows need: of slots, of the row, of the average."""
         constant = self.average and not self.varies
         return (*self.decays, *["shrink"] * self.shrink, *["average"] * constant)
 
 
 class Deferral(NamedTuple):
-    """The decay rule of an optimizer, and how far a step of it moves rows."""
+    """The decay rule of an optimizer, and the size of its steps."""
 
     rule: DecayRule
     rate: optax.ScalarOrSchedule = 1.0

@@ -1,4 +1,4 @@
-"""Parts of a state with deferred rows: as of an earlier update until something reads them."""
+"""Parts of a state with deferred rows, which are current only as of an earlier update."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -7,7 +7,7 @@ from .types import nodes_of
 
 @runtime_checkable
 class Deferred(Protocol):
-    """Such a part: the state of :func:`optzoo.caught_up`."""
+    """A part of a state with deferred rows: the state of :func:`optzoo.caught_up`."""
 
     inner: Any  # the state of the optimizer inside
     clock: Any  # the numbers of the updates so far
@@ -22,16 +22,16 @@ def has_deferred(state: Any) -> bool:
 
 
 def clocks_of(state: Any) -> list[Any]:
-    """The clocks of such parts."""
+    """The clocks of all parts with deferred rows."""
     return [node.clock for node in nodes_of(Deferred, state)]
 
 
 def check_current(state: Any, what: str) -> None:
-    """Raises ``ValueError`` if a row of a state is known to be deferred; traced arrays pass.
+    """Raises ``ValueError`` if a row of a state is known to be deferred; ignores traced arrays.
 
     Args:
-        state: any.
-        what: for the error, what would read the rows.
+        state: any state.
+        what: the reader of the rows, for the error.
     """
     for node in nodes_of(Deferred, state):
         node.check_current(what)
@@ -41,6 +41,6 @@ def refuse_deferred(state: Any, what: str) -> None:
     """Raises ``ValueError`` if rows of a state may be deferred."""
     if has_deferred(state):
         raise ValueError(
-            f"{what} does not support the deferred rows of optzoo.caught_up: take the "
-            "optimizer inside"
+            f"{what} does not support the deferred rows of optzoo.caught_up: use the optimizer "
+            "inside of it"
         )

@@ -1,4 +1,4 @@
-"""The init and the update of divided states inside of ``shard_map``, on the shares of a device."""
+"""Init and update of divided states inside of ``shard_map``, on the shares of a device."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ from .division import Plan
 
 
 def init_shares(inner: Optimizer, plan: Plan, params: Any) -> Any:
-    """The shares of a new state of this device.
+    """The shares of this device of a new state.
 
     Raises:
-        ValueError: if they depend on other shares of parameters, other than by sums over all.
+        ValueError: if they depend on other shares of parameters except by sums over all.
     """
     shares = (plan.divided(params),)
     make = lambda resize: (plan.resized(params, resize),)
@@ -31,11 +31,11 @@ def init_shares(inner: Optimizer, plan: Plan, params: Any) -> Any:
 def update_shares(
     inner: Optimizer, plan: Plan, updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """The whole updates, and the shares of the new state of this device.
+    """The whole updates, and the shares of this device of the new state.
 
     Raises:
-        ValueError: if they depend on other shares, other than by sums over all; or if the state
-            is not that of the shares.
+        ValueError: if they depend on other shares except by sums over all, or if the state does not
+            match the shares.
     """
     of = lambda change, tree: None if tree is None else change(tree)
     shares = plan.divided(updates), state, of(plan.divided, params)
@@ -59,15 +59,15 @@ def _check_state(expected: Any, state: Any) -> None:
     for (path, share), x in pairs:
         if share.shape != jnp.shape(x):
             raise ValueError(
-                f"state has '{path_name(path)}' of shape {jnp.shape(x)} inside of shard_map, where "
+                f"state has '{path_name(path)}' of shape {jnp.shape(x)} inside of shard_map, but "
                 f"the share of a device has shape {share.shape}: give shard_map "
-                "jax.tree.map(lambda s: s.spec, optzoo.state_sharding(tx, params)) as in_specs and "
-                "out_specs of the state"
+                "jax.tree.map(lambda s: s.spec, optzoo.state_sharding(tx, params)) as in_specs "
+                "and out_specs of the state"
             )
 
 
 def _axes(shares: Any) -> frozenset[str]:
-    """The mesh axes along which the types of shares vary: none if shard_map does not check them."""
+    """The mesh axes over which the types of shares vary: none if shard_map does not check them."""
     return frozenset[str]().union(*map(varying, jax.tree.leaves(shares)))
 
 
@@ -77,11 +77,11 @@ def _sizes(tree: Any) -> set[int]:
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """Raises ``ValueError`` for an optimizer that cannot be proved to be divisible."""
+    """Raises ``ValueError`` for an optimizer that is not verified to be divisible."""
     try:
         yield
     except NotRowWise as error:
         raise ValueError(
             f"inner cannot be divided inside of shard_map: {error.reason}. Call update outside of "
-            "shard_map, or leave this parameter out by mask="
+            "shard_map, or exclude this parameter by mask="
         ) from None

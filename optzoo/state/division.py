@@ -1,4 +1,4 @@
-"""How parameters are divided over a mesh, and how the slots that ``divide_states`` divides."""
+"""The division of parameters over a mesh, and of the slots by ``divide_states``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..core.rows import is_rows
 
 
 class Place(NamedTuple):
-    """A parameter by its name, how it is divided, and how its slots are."""
+    """A parameter by its name, its division, and that of its slots."""
 
     name: str
     given: PartitionSpec
@@ -34,13 +34,13 @@ class Place(NamedTuple):
 
     @property
     def dimension(self) -> int | None:
-        """The one along which the slots are divided and the parameter is not; None if none."""
+        """The dimension of which only the slots are divided; None without one."""
         pairs = enumerate(itertools.zip_longest(self.given, self.share))
         return next((i for i, (given, share) in pairs if given != share), None)
 
 
 class Plan(NamedTuple):
-    """Where parameters, gradients and slots are; None for those that are left alone."""
+    """The placement of parameters, gradients and slots; None for unchanged ones."""
 
     mesh: Any
     axes: tuple[str, ...]
@@ -49,23 +49,23 @@ class Plan(NamedTuple):
 
     @property
     def is_on_device(self) -> bool:
-        """Whether it is in a ``shard_map``, where a device has its own share of each slot."""
+        """Whether the code is in a ``shard_map``, where a device has its own share of each slot."""
         return is_manual(self.mesh, self.axes)
 
     @property
     def number(self) -> int:
-        """That of the shares."""
+        """The number of shares."""
         return devices_along(self.mesh, self.axes)
 
     def divided(self, tree: Any) -> Any:
-        """Arrays like the parameters, as their slots are divided."""
+        """Arrays like the parameters, divided like their slots."""
         if self.is_on_device:
             return self._map(self._share, tree)
         move = lambda x, place: constrained(x, self.mesh, place.share)
         return self._map(move, tree)
 
     def whole(self, tree: Any) -> Any:
-        """The same, as the parameters are divided."""
+        """Arrays like the parameters, divided like the parameters."""
         if self.is_on_device:
             return self._map(self._joined, tree)
         return self._map(lambda x, place: constrained(x, self.mesh, place.given), tree)
@@ -82,23 +82,23 @@ class Plan(NamedTuple):
         return self._map(of, tree)
 
     def _share(self, x: Any, place: Place) -> Any:
-        """That of this device."""
+        """The share of this device."""
         if (i := place.dimension) is None:
             return x
         if differs := varying(x).intersection(self.axes):
             raise ValueError(
-                f"parameter '{place.name}' or its gradient differs along {sorted(differs)}: give "
+                f"parameter '{place.name}' or its gradient varies over {sorted(differs)}: give "
                 "all devices the same, such as jax.lax.pmean(grads, axis)"
             )
         size = x.shape[i] // self.number
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(self.axes) * size, size, i)
 
     def _joined(self, x: Any, place: Place) -> Any:
-        """The shares of all devices."""
+        """Joins the shares of all devices."""
         return x if (i := place.dimension) is None else gather_invarying(x, self.axes, i)
 
     def shapes(self, params: Any) -> Any:
-        """The shapes of parameters that are divided as their slots."""
+        """The shapes of parameters divided like their slots."""
         of = lambda x, place: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(self.mesh, place.share)
         )
@@ -109,15 +109,15 @@ class Plan(NamedTuple):
         for x, place in zip(self.treedef.flatten_up_to(tree), self.places, strict=True):
             if is_rows(x) and place is not None and place.share != place.given:
                 raise ValueError(
-                    f"parameter '{place.name}' has a row-sparse gradient: divide_states is for "
-                    "dense ones, so leave this parameter out by mask="
+                    f"parameter '{place.name}' has a row-sparse gradient, but divide_states "
+                    "supports only dense ones: exclude this parameter by mask="
                 )
             found.append(x if x is None or place is None or is_rows(x) else f(x, place))
         return self.treedef.unflatten(found)
 
 
 class Division(NamedTuple):
-    """Which parameters have slots that are divided, and over which axes."""
+    """The parameters whose slots are divided, and the mesh axes."""
 
     axes: tuple[str, ...]
     specs: Any
@@ -125,7 +125,7 @@ class Division(NamedTuple):
     min_size: int
 
     def is_on_device(self, params: Any) -> bool:
-        """Whether it is inside of a ``shard_map`` over one of the axes."""
+        """Whether the code is in a ``shard_map`` over one of the axes."""
         mesh = mesh_of(params)
         mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
         return any(
@@ -134,7 +134,7 @@ class Division(NamedTuple):
         )
 
     def plan(self, params: Any) -> Plan:
-        """How the parameters, or gradients in their place, are divided, and how their slots."""
+        """The plan for parameters, or gradients in their place, and their slots."""
         is_leaf = lambda x: x is None or is_lines(x)
         leaves, treedef = flatten_with_path(params, is_leaf)
         mesh = self._mesh([x for _, x in leaves if not is_leaf(x)])
@@ -154,7 +154,7 @@ class Division(NamedTuple):
         return Plan(mesh, self.axes, treedef, places)
 
     def _mesh(self, leaves: Sequence[Any]) -> Any:
-        """That of the parameters, or of ``jax.set_mesh``."""
+        """The mesh of the parameters, or of ``jax.set_mesh``."""
         known = (x.sharding for x in leaves if hasattr(x, "sharding") and not is_traced(x))
         mesh = next((s.mesh for s in known if isinstance(s, NamedSharding)), mesh_of(leaves))
         mesh = mesh_with(self.axes, mesh, "axis")
@@ -163,19 +163,19 @@ class Division(NamedTuple):
         if AxisType.Manual in mine:
             if not is_manual(mesh, self.axes):
                 raise ValueError(
-                    f"axis={self.axes} are in part axes of the shard_map around the update: map "
+                    f"some of axis={self.axes} are axes of the shard_map around the update: map "
                     "over all of them, or over none"
                 )
             return mesh
         if mine != {AxisType.Explicit} and explicit_axes(mesh):
             raise ValueError(
-                f"axis={self.axes} is automatic, and other axes of the mesh are explicit: make all "
-                "of them of one kind (axis_types= of jax.make_mesh)"
+                f"axis={self.axes} is automatic, but other axes of the mesh are explicit: give "
+                "all axes one type (axis_types= of jax.make_mesh)"
             )
         return mesh
 
     def _given(self, name: str, x: Any, mesh: Any, spec: Any) -> PartitionSpec:
-        """How a parameter is divided."""
+        """The division of a parameter."""
         if spec is not None:
             return spec
         if explicit_axes(mesh) and not isinstance(x, jax.ShapeDtypeStruct):
@@ -184,13 +184,13 @@ class Division(NamedTuple):
         spec = known.spec if isinstance(known, NamedSharding) else PartitionSpec()
         if not explicit_axes(mesh) and self.specs is None and any(jax.tree.leaves(tuple(spec))):
             raise ValueError(
-                f"parameter '{name}' is divided as {spec}, which a compiled update cannot see on "
-                "automatic axes: give specs=, a tree of PartitionSpec like the parameters"
+                f"parameter '{name}' is divided as {spec}, which is unknown in a compiled update "
+                "on automatic axes: give specs=, a tree of PartitionSpec like the parameters"
             )
         return spec
 
     def _share(self, shape: tuple[int, ...], given: PartitionSpec, size: int) -> PartitionSpec:
-        """How the slots of a parameter are divided."""
+        """The division of the slots of a parameter."""
         entries = [*given, *[None] * (len(shape) - len(given))]
         is_divided = not {*self.axes}.isdisjoint(jax.tree.leaves(tuple(given)))
         free = [i for i, n in enumerate(shape) if entries[i] is None and n and n % size == 0]
@@ -205,18 +205,18 @@ class Division(NamedTuple):
 
 
 def is_manual(mesh: Any, axes: tuple[str, ...]) -> bool:
-    """Whether all of these axes of a mesh are axes of the ``shard_map`` around."""
+    """Whether all of these mesh axes are axes of the enclosing ``shard_map``."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return all(kinds[name] == AxisType.Manual for name in axes)
 
 
 def is_traced(params: Any) -> bool:
-    """Whether a program is traced that has these parameters."""
+    """Whether a program with these parameters is being traced."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
 
 
 def kept(state: Any, places: Any) -> Any:
-    """A state in its shardings, on automatic axes; on explicit ones its types have them."""
+    """A state in its shardings, on automatic axes; on explicit axes its types have them."""
 
     def place(x, sharding):
         if explicit_axes(sharding.mesh):

@@ -1,7 +1,7 @@
-"""Whether a state is that of a transformation and of these parameters.
+"""Checks that a state matches a transformation and parameters.
 
-It is checked when an update is traced. Types and shapes are enough, so that a state may be
-restored in any dtype.
+The check runs when an update is traced. It compares types and shapes, so a state may be restored in
+any dtype.
 """
 
 import functools
@@ -25,20 +25,20 @@ from .types import LeafwiseState
 
 
 class StateError(ValueError):
-    """A state that is not that of a transformation, or of other parameters."""
+    """A state that does not match the transformation or the parameters."""
 
 
 def misfit(expected: Any, got: Any) -> StateError:
-    """The error about a state, given what was expected and what came, in words."""
+    """The error for a state, from descriptions of the expected and the given state."""
     return StateError(
-        f"the state does not fit this transformation: expected {expected}, got {got}. "
-        "Pass tx.init(params), or a checkpoint of the same transformation and parameters"
+        f"the state does not match this transformation: expected {expected}, got {got}. Pass "
+        "tx.init(params), or a checkpoint of the same transformation and parameters"
     )
 
 
 SWAPPED = (
-    "the state and the parameters are swapped: it is update(updates, state, params), and "
-    "step(params, state, ...) for the step of optzoo.minimize"
+    "the state and the parameters are swapped: call update(updates, state, params), or "
+    "step(params, state, ...) for a step of optzoo.minimize"
 )
 
 
@@ -53,11 +53,11 @@ def refuse_swapped(params: Any) -> None:
 
 
 class SlotShapes:
-    """The slots of :func:`optzoo.rules.frame.frame`, for the check of a state at each update.
+    """The slots of :func:`optzoo.rules.frame.frame`, to check a state at each update.
 
     Args:
         slots: the named tuple of initializers.
-        shared: makes the arrays that belong to no parameter.
+        shared: a function that returns the arrays shared by all parameters.
     """
 
     def __init__(self, slots: Any, shared: Callable[[], dict[str, Array]]):
@@ -67,11 +67,11 @@ class SlotShapes:
 
     @functools.cached_property
     def shared(self) -> Any:
-        """The shapes of the arrays that belong to no parameter."""
+        """The shapes of the arrays shared by all parameters."""
         return jax.eval_shape(self.make_shared)
 
     def check_types(self, state: Any, params: Any) -> None:
-        """Raises ``StateError`` unless a state has slots of this type, and these shared arrays."""
+        """Raises ``StateError`` unless a state has slots of this type, and the shared arrays."""
         wanted = f"LeafwiseState with {slots_words(self.slots)}"
         if _words(state) != wanted:
             refuse_swapped(params)
@@ -87,12 +87,12 @@ class SlotShapes:
         Args:
             state: the LeafwiseState.
             updates: the tree of gradients.
-            gs: its leaves.
+            gs: the leaves of ``updates``.
             xs: the parameters, or None for each.
-            boxes: those of the gradients.
+            boxes: the boxes of the gradients.
 
         Raises:
-            StateError: if they are those of other parameters.
+            StateError: if the slots are those of other parameters.
         """
         make = type(self.slots)._make
         try:
@@ -111,7 +111,7 @@ class SlotShapes:
         return rows
 
     def _check(self, row: Any, like: Any, updates: Any, i: int) -> None:
-        """Raises unless the slots of a parameter have its shapes."""
+        """Raises ``StateError`` unless the slots of a parameter have the expected shapes."""
         shape, dtype = jnp.shape(like), like.dtype if is_rows(like) else jnp.result_type(like)
         if (shape, dtype) not in self.known:
             x = jax.ShapeDtypeStruct(shape, dtype)
@@ -131,7 +131,7 @@ def _kinds(slot: Any, of: tuple[int, ...] | None = None) -> list[Any]:
 
     Args:
         slot: a tree of arrays.
-        of: the shape of a table in lines; its slots may be in lines, too.
+        of: the shape of a table in lines, whose slots may be in lines, too.
     """
 
     def kind(a):
@@ -142,7 +142,7 @@ def _kinds(slot: Any, of: tuple[int, ...] | None = None) -> list[Any]:
 
 
 def _is_in_lines(a: Any, shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
-    """Whether an array of a slot has the lines of a table, or of the shard that is here."""
+    """Whether an array of a slot has the lines of a table, or of its shard on this device."""
     if is_coded(a) and is_lines(lines := a.codes):
         wanted = shape_of_lines((of[0], *lines.shape[1:]))
         return shape[1:] == of[1:] and lines.value.shape == wanted
@@ -150,7 +150,7 @@ def _is_in_lines(a: Any, shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
 
 
 def _is_half(expected: list[Any], got: list[Any]) -> bool:
-    """Whether packed slots fit: an array of two has other words or is twice as wide.
+    """Whether packed slots match: an array of two has other words or is twice as wide.
 
     The second slot is empty.
     """
@@ -167,10 +167,10 @@ def _written(kinds: list[Any]) -> str:
 
 
 class KnownStates:
-    """What an ``init`` has made of which parameters: all that is needed to word an error.
+    """Shapes of parameters and of the states that ``init`` returned for them, for errors.
 
     Args:
-        init: it is traced for an error about parameters of which it has made no state.
+        init: traced for an error about parameters of which no state is recorded.
     """
 
     def __init__(self, init: Callable[[Any], Any]):
@@ -178,12 +178,12 @@ class KnownStates:
         self.of = dict[Any, tuple[Any, Any]]()
 
     def add(self, params: Any, state: Any) -> None:
-        """Remembers the shapes of parameters and of their state."""
+        """Records the shapes of parameters and of their state."""
         struct = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype) if _is_array(a) else a
         self.of[_key(params)] = jax.tree.map(struct, (params, state))
 
     def mistake(self, updates: Any, state: Any, params: Any) -> Exception | None:
-        """What does not belong together in a call of ``update``; None if nothing is known."""
+        """A description of arguments of ``update`` that do not match; None if nothing is known."""
         try:
             refuse_swapped(params)
             key = _key(updates if params is None else params)
@@ -216,10 +216,10 @@ def _key(params: Any) -> Any:
 
 
 def difference(expected: Any, tree: Any) -> tuple[str, str] | None:
-    """Where two trees differ in types, structure and shapes, in words; None if they do not.
+    """Describes how two trees differ in types, structure and shapes; None if they do not.
 
-    Of a :class:`LeafwiseState` only its slots' type is compared: its own update does the rest.
-    Boxes are not compared: Flax NNX gives ``init`` variables and ``update`` arrays.
+    For a :class:`LeafwiseState` only the type of its slots is compared; its update checks the rest.
+    Boxes are not compared, since Flax NNX passes variables to ``init`` and arrays to ``update``.
     """
     expected, tree = unboxed(expected), unboxed(tree)
     is_leaf = lambda node: isinstance(node, LeafwiseState) or is_rows(node)
@@ -240,7 +240,7 @@ def difference(expected: Any, tree: Any) -> tuple[str, str] | None:
 
 
 def change(state: Any, new: Any) -> StateError | None:
-    """The error of a state of which an update has changed the shape of an array, or None."""
+    """An error if an update has changed the shape of an array of a state, otherwise None."""
     (old, structure), (leaves, other) = map(jax.tree.flatten, (state, new))
     kinds = zip(map(kind_of, old), map(kind_of, leaves), strict=False)
     if structure != other or all(a == b for a, b in kinds):
@@ -258,7 +258,7 @@ def _is_array(a: Any) -> bool:
 
 
 def kind_of(a: Any) -> Any:
-    """What two arrays of states that fit have in common; of slots their type."""
+    """The properties that matching arrays of states share; for slots, their type."""
     if isinstance(a, LeafwiseState):
         return slots_words(a.slots)
     if is_coded(a):
@@ -279,7 +279,7 @@ def _kind_of_dtype(dtype: Any) -> str:
 
 
 def _words(state: Any) -> str:
-    """A state in a few words: its types, without the arrays of parameters."""
+    """A short description of a state: its types, without the arrays of parameters."""
     if isinstance(state, LeafwiseState):
         return f"LeafwiseState with {slots_words(state.slots)}"
     if hasattr(state, "_fields"):

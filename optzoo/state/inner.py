@@ -1,4 +1,4 @@
-"""Transformations inside of others: what does not belong together is a clear error."""
+"""Inner transformations of wrappers, with clear errors for arguments that do not match."""
 
 import functools
 from typing import Any
@@ -36,22 +36,24 @@ _OF_A_MISFIT = (TypeError, ValueError, LookupError, AttributeError, AssertionErr
 def fitting(
     tx: optax.GradientTransformation, *, moves: str = "", in_cycles: bool = False
 ) -> Optimizer:
-    """The same transformation, with clear errors where its arguments do not belong together.
+    """The same transformation, with clear errors if its arguments do not match.
 
-    If the update fails, or returns a state of other shapes, the state is compared with that which
-    ``init`` makes, and gradients with parameters.
+    If the update fails, or returns a state of other shapes, the state is compared with that of
+    ``init``, and gradients with parameters.
 
     Args:
         tx: the transformation.
-        moves: the name of a wrapper that moves parameters itself, or averages them.
-        in_cycles: whether it counts steps, and not updates, so that it may be around accumulate.
+        moves: the name of a wrapper that moves or averages parameters itself.
+        in_cycles: whether the wrapper counts steps rather than updates, so that it may be around
+            ``accumulate``.
 
     Raises:
-        StateError: in ``update``, if the state does not fit the transformation and the parameters.
-        TypeError: if something fails and a parameter or gradient has a dtype that no optimizer of
-            this library takes.
-        ValueError: in ``init``, if ``moves`` is around what hides from it what parameters are; in
-            ``update``, if a gradient does not have the shape of its parameter.
+        StateError: in ``update``, if the state does not match the transformation and the
+            parameters.
+        TypeError: if a call fails and a parameter or gradient has a dtype that no optimizer of this
+            library supports.
+        ValueError: in ``init``, if the wrapper ``moves`` is around a transformation that hides the
+            parameters; in ``update``, if a gradient does not have the shape of its parameter.
     """
     about, tx = about_of(tx), optax.with_extra_args_support(tx)
     known = KnownStates(tx.init)
@@ -93,18 +95,18 @@ def _check_order(wrapper: str, in_cycles: bool, state: Any) -> None:
     """Raises ``ValueError`` if a wrapper that moves parameters is around one that hides them."""
     if nodes_of(MasterWeightsState, state):
         raise ValueError(
-            f"{wrapper} is around optzoo.master_weights, so it would see and move rounded "
-            f"parameters alone: write master_weights({wrapper}(tx, ...))"
+            f"{wrapper} is around optzoo.master_weights, so it would get and move only rounded "
+            f"parameters: write master_weights({wrapper}(tx, ...))"
         )
     if not in_cycles and any(jax.tree.leaves(x.sums) for x in nodes_of(AccumulateState, state)):
         raise ValueError(
-            f"{wrapper} is around optzoo.accumulate, so it would act in each step of a cycle, and "
-            f"not in each update: write accumulate({wrapper}(tx, ...), every)"
+            f"{wrapper} is around optzoo.accumulate, so it would act in each step of a cycle, not "
+            f"in each update: write accumulate({wrapper}(tx, ...), every)"
         )
     if not in_cycles and nodes_of(SharedParamsState, state):
         raise ValueError(
             f"{wrapper} is around a method whose replicas share parameters, so it would act in "
-            f"each step of a replica, and not in each update: put it inside, as in "
+            "each step of a replica, not in each update: put it inside, as in "
             f"sync_replicas({wrapper}(tx, ...), ...)"
         )
 
@@ -119,7 +121,7 @@ def check_not_around_replicas(wrapper: str, why: str, state: Any) -> None:
 
 
 def _check_shapes(updates: Any, new: Any) -> None:
-    """Raises ``ValueError`` if an update has another shape than its gradient: it was broadcast."""
+    """Raises ``ValueError`` if an update was broadcast to another shape than its gradient."""
     gs, us = (jax.tree.leaves(tree, is_leaf=is_sparse_or_none) for tree in (updates, new))
     if len(gs) != len(us):
         return
@@ -127,26 +129,27 @@ def _check_shapes(updates: Any, new: Any) -> None:
         if g is not None and u is not None and not fits(g, u):
             path, _ = leaves_with_path(updates, is_leaf=is_sparse_or_none)[i]
             raise ValueError(
-                f"parameter '{path_name(path)}' has a gradient of shape {jnp.shape(g)}, which its "
-                f"update, of shape {jnp.shape(u)}, does not have: it must be the parameter's"
+                f"parameter '{path_name(path)}' has a gradient of shape {jnp.shape(g)}, but its "
+                f"update has shape {jnp.shape(u)}: the gradient must have the shape of the "
+                "parameter"
             )
 
 
 def inner_transformation(**arguments: Any) -> Optimizer:
-    """The transformation that a wrapper was given as an argument, with its mistakes as errors.
+    """The inner transformation of a wrapper, with checks of its arguments.
 
     Raises:
-        TypeError: if it is no transformation; in ``update``, as
-            :func:`optzoo.core.checks.check_update_arguments`, or if nothing in it reads the
-            ``learning_rate`` that is given, and it changes parameters.
-        StateError: in ``update``, as :func:`fitting`.
+        TypeError: if it is not a transformation; in ``update``, as in
+            :func:`optzoo.core.checks.check_update_arguments`, or if it changes parameters without
+            using the given ``learning_rate``.
+        StateError: in ``update``, as in :func:`fitting`.
     """
     check_transformation(**arguments)
     [(name, tx)] = arguments.items()
     if about_of(tx).divide is not None:
         raise ValueError(
-            f"{name} is optzoo.divide_states, which must be the outermost transformation, so that "
-            "all of the state is divided: put it around this one"
+            f"{name} is optzoo.divide_states, which must be the outermost transformation, to "
+            "divide the whole state: put it around this one"
         )
     tx = fitting(tx)
     proved = set[Any]()  # so that each structure is traced once more, not each update
@@ -171,7 +174,7 @@ def _check_rate_is_read(name: str, update: Any, updates: Any, rate: Any) -> None
     jaxpr = jax.make_jaxpr(lambda gs: update(gs, learning_rate=rate)[0])(updates)
     if any(used_inputs(jaxpr.jaxpr)):  # otherwise the parameters are frozen
         raise TypeError(
-            f"update got a learning_rate, but nothing in {name} reads it: give an optimizer of "
+            f"update got a learning_rate, but {name} does not use it: give an optimizer of "
             "optzoo, or optax.chain(optax.scale_by_adam(), "
             "optzoo.transforms.scale_by_learning_rate(rate))"
         )

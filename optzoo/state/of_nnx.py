@@ -1,4 +1,4 @@
-"""States that are those of Flax NNX."""
+"""States of Flax NNX."""
 
 import sys
 from typing import Any
@@ -7,14 +7,14 @@ import jax
 
 from .deferred import clocks_of
 
-OF_NNX = "of Flax NNX give params, state = optzoo.nnx_split(model, optimizer)"
+OF_NNX = "for Flax NNX use params, state = optzoo.nnx_split(model, optimizer)"
 
 
 def refuse_nnx(state: Any, *, variables: bool = False) -> None:
-    """Raises ``TypeError`` for a state of Flax NNX without the types of the optimizer's.
+    """Raises ``TypeError`` for a state of Flax NNX without the types of the optimizer state.
 
-    Slots may be in variables, as boxes of the parameters are. With ``variables``, so may the clock
-    of :func:`optzoo.caught_up`.
+    Slots may be in variables, like parameters in boxes. With ``variables``, the clock of
+    :func:`optzoo.caught_up` may be in variables, too.
     """
     nnx = sys.modules.get("flax.nnx")  # who has a state of it has imported it
     if nnx is None:
@@ -27,4 +27,4 @@ def refuse_nnx(state: Any, *, variables: bool = False) -> None:
         got = "one with nnx.Variable"
     else:
         return
-    raise TypeError(f"state must be that of tx, got {got}: {OF_NNX}")
+    raise TypeError(f"state must be a state of tx, got {got}: {OF_NNX}")

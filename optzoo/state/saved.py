@@ -1,4 +1,4 @@
-"""States of checkpoints whose trees have other names or boxes than those of ``init``."""
+"""States of checkpoints whose names or boxes differ from those of ``init``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .types import GROUP
 
 
 def state_like(saved: Any, like: Any) -> Any:
-    """A state from what a checkpoint holds, which may be of an older version of this library.
+    """Restores a state from the content of a checkpoint, possibly of an older version.
 
-    Arrays are found by the names of fields and keys. The boxes of parameters (Flax' variables, for
-    example) are not compared, and neither are the keys of groups (:func:`optzoo.param_groups`), of
-    stacks (:func:`optzoo.stacked`) and of the clock of :func:`optzoo.caught_up`, which other
-    versions had: what they hold tells them apart.
+    Arrays are matched by the names of fields and keys, ignoring boxes of parameters, such as Flax
+    variables. Keys of groups (:func:`optzoo.param_groups`), of stacks (:func:`optzoo.stacked`) and
+    of the clock of :func:`optzoo.caught_up` differ between versions, and are matched by their
+    contents.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -34,17 +34,17 @@ def state_like(saved: Any, like: Any) -> Any:
         [1. 1.]
 
     Args:
-        saved: the tree that a checkpoint holds: nested dicts, lists or tuples of arrays, as Orbax
-            restores them without a target, and as ``flax.serialization.msgpack_restore`` does; or
-            a state of an older version.
+        saved: the tree of a checkpoint: nested dicts, lists or tuples of arrays, as restored by
+            Orbax without a target or by ``flax.serialization.msgpack_restore``; or a state of an
+            older version.
         like: ``tx.init(params)``, or its shapes by ``jax.eval_shape``.
 
     Returns:
         A tree like ``like`` with the arrays of ``saved``.
 
     Raises:
-        ValueError: if an array is missing, left over, of another shape, or of numbers of another
-            kind (real, complex, integers), or if there are several that may be meant.
+        ValueError: if an array is missing, unused, ambiguous, or has another shape or another kind
+            of numbers (real, complex, integers).
     """
     return _build(saved, like, ())
 
@@ -64,7 +64,7 @@ def _build(saved: Any, like: Any, path: tuple[Any, ...]) -> Any:
         return _build(inside, like, path)
     names = _names(found, wanted, like, path)
     if left := [k for k in found if k not in names.values() and jax.tree.leaves(found[k])]:
-        raise ValueError(f"saved has {left} at '{path_name(path)}', which the state has not")
+        raise ValueError(f"saved has {left} at '{path_name(path)}', but the state does not")
     parts = [
         _build(found[names[key]], child, (*path, *keys))
         if key in names
@@ -85,20 +85,20 @@ def _array(saved: Any, like: Any, path: tuple[Any, ...]) -> Any:
         return resized(saved, jnp.shape(like)[0])
     if jnp.shape(saved) != jnp.shape(like):
         raise ValueError(
-            f"saved has an array of shape {jnp.shape(saved)} at '{path_name(path)}', where the "
+            f"saved has an array of shape {jnp.shape(saved)} at '{path_name(path)}', but the "
             f"state has {jnp.shape(like)}"
         )
     (_, kind), (_, wanted) = kind_of(saved), kind_of(like)
     if kind != wanted:
         raise ValueError(
-            f"saved has {kind} at '{path_name(path)}', where the state has {wanted}: give the "
+            f"saved has {kind} at '{path_name(path)}', but the state has {wanted}: give the "
             "arrays in the dtypes in which they were saved"
         )
     return saved
 
 
 def _names(found: Any, wanted: Any, like: Any, path: tuple[Any, ...]) -> dict[str, str]:
-    """For each key of a state the key of the same part of what was saved."""
+    """For each key of a state, the key of the same part of the saved state."""
     names = {key: key for key in wanted if key in found}
     others = [key for key in wanted if key not in found and jax.tree.leaves(wanted[key])]
     if not isinstance(like, dict):
@@ -110,14 +110,14 @@ def _names(found: Any, wanted: Any, like: Any, path: tuple[Any, ...]) -> dict[st
         else:
             fits = [k for k in left if k == _old_key(key)]
         if len(fits) > 1:
-            raise ValueError(f"several parts of saved at '{path_name(path)}' fit {key!r}: {fits}")
+            raise ValueError(f"several parts of saved at '{path_name(path)}' match {key!r}: {fits}")
         if fits:
             names[key] = fits[0]
     return names
 
 
 def _old_key(key: str) -> str | None:
-    """What a key of a stack once was."""
+    """The key of a stack in older versions."""
     members = members_of(key)
     return str(members) if members else None
 
@@ -137,7 +137,7 @@ def _empty(like: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _entries(saved: Any) -> dict[str, Any]:
-    """The parts of a node that was saved, by their names; none of an array."""
+    """The parts of a saved node, by their names; none for an array."""
     if isinstance(saved, Mapping):
         return {str(k): v for k, v in saved.items()}
     children, _ = jax.tree_util.tree_flatten_with_path(saved, is_leaf=lambda x: x is not saved)

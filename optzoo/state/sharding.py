@@ -20,24 +20,25 @@ from .stacks import owners_in
 from .storage.codes import divides_groups, is_coded, shape_of, sharding_of_codes, warn_of_whole
 
 _HINT = (
-    "Its init does not map over the parameters, like that of optax.flatten: use the shardings of "
-    "the arrays in tx.init(params)"
+    "Its init does not map over the parameters, as in optax.flatten: use the shardings of the "
+    "arrays in tx.init(params)"
 )
 
 
 def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
-    """A tree like ``tx.init(params)`` with the sharding of each array.
+    """The sharding of each array of ``tx.init(params)``.
 
-    A slot with the shape of its parameter has the same sharding, and so do two slots side by side
-    (:func:`optzoo.slots_dtype`). A slot of another shape is sharded along those of its axes that
-    are axes of the parameter, such as a value for each row or a window of gradients: those that are
-    longer in the state for a longer parameter. The matrices of an optimizer with ``owners`` are
-    divided over these axes. All other arrays are replicated: counts, other matrices of Shampoo.
+    A slot with the shape of its parameter has the same sharding, and so do two packed slots
+    (:func:`optzoo.slots_dtype`). A slot of another shape, such as one with a value for each row or
+    a window of gradients, is sharded along the axes that it shares with the parameter; these are
+    found by comparing the states of parameters of several lengths. The matrices of an optimizer
+    with ``owners`` are divided over these mesh axes. All other arrays, such as counts and other
+    matrices of Shampoo, are replicated.
 
-    It is used in ``jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))``, so that no
-    device holds more than its part at any time, and for the abstract state when a checkpoint is
-    restored. Nothing is computed, so parameters may be abstract. The state of many replicas has a
-    replica axis: use :func:`optzoo.replicas.replica_specs` for it.
+    Use it in ``jax.jit(tx.init, out_shardings=optzoo.state_sharding(tx, params))``, with which each
+    device creates only its own part, and in the abstract state for restoring a checkpoint. Nothing
+    is computed, so parameters may be abstract. For states with a replica axis use
+    :func:`optzoo.replicas.replica_specs`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -53,17 +54,17 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
 
     Args:
         tx: any optax transformation whose ``init`` maps over the parameters, as
-            ``optax.tree.map_params`` needs it.
+            ``optax.tree.map_params`` requires.
         params: arrays on devices, or ``jax.ShapeDtypeStruct`` with a sharding.
 
     Raises:
         TypeError: if a parameter has no sharding.
         ValueError: if there is no parameter, if the parameters are on different devices, or if the
-            lines of a slot in 8 bits do not divide the shards of a table in lines.
+            shards of a table in lines are not a multiple of the lines of an 8-bit slot.
 
     Warns:
-        UserWarning: if a parameter is sharded along its last axis and its slots in 8 bits cannot
-            be, so that each device has all of them, always or within each step.
+        UserWarning: if a parameter is sharded along its last axis but its 8-bit slots cannot be, so
+        that each device has all of them, always or within each step.
     """
     if (divide := about_of(tx).divide) is not None:
         params = divide(params)
@@ -88,7 +89,7 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
         return everywhere if x is None else like(x, slot.shape, number) or everywhere
 
     def like(x, shape, number):
-        """That of the parameter; None if they have no common axes."""
+        """The sharding of the parameter; None if they share no axes."""
         sharding = _sharding(x)
         stored = shape_of_lines(x.shape) if is_lines(x) else x.shape
         if shape in (x.shape, stored, doubled(stored)):
@@ -116,7 +117,9 @@ def state_sharding(tx: optax.GradientTransformation, params: Any) -> Any:
 def _everywhere(owners: dict[Any, Any]) -> Sharding:
     """The sharding of arrays that are replicated over the devices of the parameters."""
     if not owners:
-        raise ValueError("params must contain an array, whose devices the state uses; got none")
+        raise ValueError(
+            "params must contain an array, on whose devices the state is placed; got none"
+        )
     shardings = dict[str, Sharding]()
     for path, x in owners.items():
         sharding = _sharding(x)
@@ -138,9 +141,9 @@ def _everywhere(owners: dict[Any, Any]) -> Sharding:
 
 
 class _Axes:
-    """Which axes of their parameters the axes of slots are.
+    """Maps the axes of slots to axes of their parameters.
 
-    The optimizer says it: of a parameter that is longer along one axis, a slot with this axis is
+    They are found by ``init``: if a parameter is longer along one axis, slots with this axis are
     longer, too.
     """
 
@@ -151,14 +154,14 @@ class _Axes:
         self._shapes = dict[int | None, list[tuple[int, ...]]]()  # by the axis that is longer
 
     def of(self, number: int, x: Any) -> tuple[int | None, ...] | None:
-        """Those of a slot of this parameter, by its number among all; None if it is not known."""
+        """The axes of a slot of this parameter, by its index among all; None if unknown."""
         now, *longer = (self._slots(axis) for axis in (None, *range(len(x.shape))))
         if any(len(shapes) != len(now) for shapes in longer):
             return None
         return axes_of(now[number], x.shape, [shapes[number] for shapes in longer])
 
     def _slots(self, axis: int | None) -> list[tuple[int, ...]]:
-        """The shapes of all slots, of parameters that are longer along this axis."""
+        """The shapes of all slots, for parameters that are longer along this axis."""
         if axis not in self._shapes:
             longer = lambda x: lengthened(x, axis if axis in range(len(x.shape)) else None)
             params = with_sizes(jax.tree.map(longer, self._params, is_leaf=is_lines))
@@ -172,27 +175,26 @@ class _Axes:
 
 
 def _obstacle(x: Any, whole: Any, slot: Any) -> str | None:
-    """Why the lines of a slot in 8 bits cannot be sharded as the table is."""
+    """The reason why the lines of an 8-bit slot cannot be sharded like the table."""
     rows = whole.shard_shape(shape_of(slot))[0]
     of_lines: list[Any] = [part for part in slot if is_lines(part)]
     for part in of_lines:
         per_line = rows_per_line(part.shape[1:])
         if rows < len(part) and rows % per_line:
             return (
-                f"params has a table of shape {x.shape} in lines with {rows} rows in a shard, "
-                f"which lines of a slot in 8 bits, of {per_line} rows, do not divide: give "
-                f"RowSharding a multiple= of {per_line} times the number of shards, or the table "
-                "as an array"
+                f"params has a table of shape {x.shape} in lines with {rows} rows in a shard, not "
+                f"a multiple of the {per_line} rows of a line of an 8-bit slot: give RowSharding "
+                f"a multiple= of {per_line} times the number of shards, or the table as an array"
             )
     return None
 
 
 def _devices(sharding: Any) -> Any:
-    """Those of a sharding; of one that a program sees, its mesh."""
+    """The devices of a sharding; for a sharding in a traced program, its mesh."""
     mesh = getattr(sharding, "mesh", None)
     return mesh if isinstance(mesh, AbstractMesh) else sharding.device_set
 
 
 def _sharding(x: Any) -> Any:
-    """Of a parameter, which may be a table in lines."""
+    """The sharding of a parameter, which may be a table in lines."""
     return getattr(x.value if is_lines(x) else x, "sharding", None)

@@ -35,7 +35,7 @@ def slot_names(state: Any) -> tuple[str, ...]:
     Args:
         state: the state of any optax transformation. In states of this library, slots have the
             names of the original (``m`` and ``v`` of Adam, ``momentum``, ``accum`` and ``linear``
-            of FTRL). In other states, slots are the fields that hold more than a scalar (``mu`` and
+            of FTRL). In other states, slots are the fields with more than a scalar (``mu`` and
             ``nu`` of ``optax.adam``, ``trace``, ``acc_grads`` of ``optax.MultiSteps``).
 
     Returns:
@@ -71,13 +71,14 @@ def get_slot(state: Any, name: str) -> Any:
         name: one of :func:`optzoo.slot_names`, or the end of its path if that is unambiguous.
 
     Returns:
-        A tree like the parameters. The groups of ``optax.partition`` are merged; a parameter
-        without this slot has ``optax.MaskedNode()``. The arrays are those of the state: a step that
-        donates the state deletes them, so copy what is to be kept, by ``jnp.copy``.
+        A tree like the parameters. The groups of ``optax.partition`` are merged; parameters without
+        this slot have ``optax.MaskedNode()``. The arrays are those of the state: copy them by
+        ``jnp.copy`` to keep them after a step that donates the state.
 
     Raises:
         TypeError: if the state is an ``nnx.State`` or ``nnx.Optimizer`` (:func:`optzoo.nnx_split`).
-        ValueError: if there is no such slot, or if there are several; the message lists them.
+        ValueError: if there is no such slot, or if the name is ambiguous; the message lists the
+            candidates.
     """
     check_current(state, "get_slot")
     by_path = _slots_by_path(state)
@@ -85,7 +86,7 @@ def get_slot(state: Any, name: str) -> Any:
 
 
 def set_slot(state: Any, name: str, value: Any) -> Any:
-    """A copy of a state with other values in a slot.
+    """A copy of a state with other values of a slot.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -96,16 +97,16 @@ def set_slot(state: Any, name: str, value: Any) -> Any:
         [1. 2.]
 
     Args:
-        state: as for :func:`optzoo.get_slot`.
-        name: as for :func:`optzoo.get_slot`.
+        state: as in :func:`optzoo.get_slot`.
+        name: as in :func:`optzoo.get_slot`.
         value: a tree as returned by :func:`optzoo.get_slot`. The slot keeps its dtypes.
 
     Returns:
         The new state; the old one is unchanged.
 
     Raises:
-        ValueError: as for :func:`optzoo.get_slot`, or if the value has another structure, or
-            another shape for a parameter; the message has its path.
+        ValueError: as in :func:`optzoo.get_slot`, or if the value has another structure, or another
+            shape for a parameter; the message names its path.
     """
     check_current(state, "set_slot")
     paths = _find(state, _slots_by_path(state), name)
@@ -115,7 +116,7 @@ def set_slot(state: Any, name: str, value: Any) -> Any:
 
 
 def map_slots(state: Any, f: Callable[[SlotPath, Any], Any]) -> Any:
-    """The state with ``f(path, tree)`` instead of each slot; ``f`` gets unstacked slots."""
+    """The state with each slot replaced by ``f(path, tree)``; ``f`` gets unstacked slots."""
 
     def of_slot(path, tree):
         return restack(f(path, unstack(tree)), tree) if layout_of(tree) else f(path, tree)
@@ -124,9 +125,9 @@ def map_slots(state: Any, f: Callable[[SlotPath, Any], Any]) -> Any:
 
 
 def are_slots(inner: optax.GradientTransformation, state: Any) -> Any:
-    """A tree like a state of ``inner`` with True for each array of a slot, False for others.
+    """A tree like a state of ``inner``: True for each array of a slot, False for others.
 
-    The others are optimizer-wide: counts, powers, hyper-parameters.
+    The others are shared by all parameters: counts, powers, hyper-parameters.
     """
     mark = lambda slots: jax.tree.map(lambda _: True, slots)
     return map_slot_trees(inner, mark, state, lambda _: False)
@@ -140,12 +141,12 @@ def map_slot_trees(
 ) -> Any:
     """A state of ``inner`` with ``f`` applied to each tree of slots and ``others`` to other arrays.
 
-    Unlike :func:`map_slots` it finds the slots by ``inner``, for any type of state, and passes them
-    as they are stored.
+    Unlike :func:`map_slots`, it finds the slots by ``inner``, for any type of state, and passes
+    them in stored form.
 
     Raises:
-        ValueError: if ``inner`` reads the parameters in its ``init``, so that it is not known which
-            arrays are slots.
+        ValueError: if ``inner`` reads the parameters in its ``init``, so that slots cannot be
+            identified.
     """
 
     def init(placeholder):
@@ -153,9 +154,9 @@ def map_slot_trees(
             return inner.init(placeholder)
         except (TypeError, ValueError, AttributeError, LookupError) as error:
             raise ValueError(
-                "optax.tree.map_params does not find the slots in the state of an optimizer whose "
-                "init reads the parameters, as those of optax's line searches do. Put a line "
-                "search around: optax.chain(optzoo.multitask(optimizer), line_search), for example"
+                "optax.tree.map_params does not find the slots in the state of an optimizer "
+                "whose init reads the parameters, such as a line search of optax. Put the line "
+                "search outside, such as optax.chain(optzoo.multitask(optimizer), line_search)"
             ) from error
 
     everything = lambda _: True  # a whole tree of slots at once
@@ -163,7 +164,7 @@ def map_slot_trees(
 
 
 def _mapped(node: Any, path: SlotPath, f: Callable[[SlotPath, Any], Any]) -> Any:
-    """A state, or a container of states, with ``f`` of its slots."""
+    """A state, or a container of states, with ``f`` applied to its slots."""
     if isinstance(node, LeafwiseState):
         names, given = getattr(node.slots, "_fields", ()), unpack(node.slots)
         slots = [f((*path, k), tree) for k, tree in zip(names, given, strict=True)]
@@ -202,11 +203,11 @@ def _is_slot(value: Any) -> bool:
 
 
 def is_state(node: Any) -> bool:
-    """Whether ``node`` in the field of a state is a state, and not a tree of parameters.
+    """Whether ``node`` in the field of a state is a state, not a tree of parameters.
 
-    Parameters may be named tuples, too. States are those of optax and of this library; the state of
-    any other transformation is found at the top, in a chain, or in a field ``inner...`` of a
-    wrapper, by the convention of optax.
+    Parameters may be named tuples, too. States are those of optax and of this library. The state of
+    any other transformation is recognized at the top, in a chain, or, by the convention of optax,
+    in a field ``inner...`` of a wrapper.
     """
     if not getattr(node, "_fields", ()) or is_stack(node):
         return False
@@ -230,19 +231,19 @@ def _written(path: SlotPath) -> str:
 
 
 def _find(state: Any, by_path: dict[SlotPath, Any], name: str) -> list[SlotPath]:
-    """The paths of the slot of this name: several if they belong to different parameters."""
+    """The paths of the slot with this name: several if they belong to different parameters."""
     paths = [path for path in by_path if f"/{_written(path)}".endswith(f"/{name}")]
     if not paths:
         known = ", ".join(slot_names(state)) or "none"
-        raise ValueError(f"no slot is called {name!r}; there are: {known}")
+        raise ValueError(f"no slot has the name {name!r}; the slots are: {known}")
     if _merged(by_path, paths) is None:
         candidates = ", ".join(map(_written, paths))
-        raise ValueError(f"the slot {name!r} is one of several; choose one of: {candidates}")
+        raise ValueError(f"the slot {name!r} is ambiguous; choose one of: {candidates}")
     return paths
 
 
 def _merged(by_path: dict[SlotPath, Any], paths: list[SlotPath]) -> Any:
-    """The trees of several groups merged into one, or None if they overlap."""
+    """Merges the trees of several groups; None if they overlap."""
     merged = by_path[paths[0]]
     for path in paths[1:]:
         try:
@@ -267,7 +268,7 @@ def _merge(a: Any, b: Any) -> Any:
 
 
 def _is_hidden(tree: Any) -> bool:
-    """Whether all its leaves are masked, such as one in a variable of Flax; () is not."""
+    """Whether all leaves are masked, such as the leaf of a Flax variable; False for ()."""
     is_leaf = lambda x: is_masked(x) or (isinstance(x, tuple) and not x)
     return all(map(is_masked, jax.tree.leaves(tree, is_leaf=is_leaf)))
 

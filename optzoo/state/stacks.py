@@ -1,4 +1,4 @@
-"""Arrays of equal shape kept as one: a tree like the parameters, with a stack for many of them."""
+"""Stacks: trees in which many arrays of equal shape are replaced by one."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,11 +17,11 @@ Layout = tuple[tuple[int, ...], ...]
 
 
 class Stack(NamedTuple):
-    """Replaces its first member in the tree; ``optax.MaskedNode()`` replaces the others.
+    """A stack; replaces its first member in the tree. ``optax.MaskedNode()`` replaces the others.
 
-    So a tree with stacks has the paths of the tree without. Its members are a key, and so a part of
-    its structure: they are known when an update is traced, and every format of checkpoints keeps
-    them and refuses others.
+    A tree with stacks keeps the paths of the tree without. The members are a key, and thus part of
+    the structure: they are known when an update is traced, and checkpoints of any format keep them
+    and reject others.
     """
 
     # One array, or tuple of arrays. Its key is the positions of the members in the tree, ``0_2_3``.
@@ -50,16 +50,16 @@ def name_at(tree: Any, position: int) -> str:
 
 
 def layout_of(tree: Any) -> Layout:
-    """Which leaves are stacked in a tree or in the trees of a state."""
+    """The stacked leaves of a tree or of the trees of a state."""
     return tuple(sorted({members(node) for node in stacks_in(tree)}))
 
 
 def stack(tree: Any, layout: Layout) -> Any:
-    """The tree with stacks of its leaves; they may be abstract.
+    """The tree with stacks of its leaves, which may be abstract.
 
     Args:
-        tree: without stacks.
-        layout: the leaves of each stack have the same shape and dtype.
+        tree: a tree without stacks.
+        layout: the leaves of each stack, which have the same shape and dtype.
     """
     nodes, treedef = flatten_with_stacks(tree)
     stacks = {each[0]: stack_of(each, _join([nodes[i] for i in each])) for each in layout}
@@ -70,26 +70,26 @@ def stack_of(positions: Sequence[int], array: Any, axes: Sequence[str] = ()) -> 
     """A stack of the leaves at these positions.
 
     Args:
-        positions: of the members in the tree.
-        array: all of them; or a tuple of such arrays.
-        axes: the mesh axes of the owners, if they have some.
+        positions: the indices of the members in the tree.
+        array: the stacked members; or a tuple of such arrays.
+        axes: the mesh axes of the owners, if any.
     """
     return Stack({"__".join(["_".join(map(str, positions)), *axes]): array})
 
 
 def with_stacks(nodes: Sequence[Any], stacks: Mapping[int, Stack]) -> list[Any]:
-    """The nodes of a tree with stacks in the places of their first members."""
+    """The nodes of a tree with stacks in place of their first members."""
     rest = hidden(nodes, {i for node in stacks.values() for i in members(node)})
     return [stacks.get(i, node) for i, node in enumerate(rest)]
 
 
 def hidden(nodes: Sequence[Any], positions: Container[int]) -> list[Any]:
-    """The nodes of a tree with masked ones at some positions."""
+    """The nodes of a tree with masked nodes at some indices."""
     return [optax.MaskedNode() if i in positions else node for i, node in enumerate(nodes)]
 
 
 def unstack(tree: Any) -> Any:
-    """The tree without stacks: what :func:`stack` was given."""
+    """The tree without stacks: the inverse of :func:`stack`."""
     nodes, treedef = flatten_with_stacks(tree)
     for node in filter(is_stack, list(nodes)):
         positions = members(node)
@@ -99,7 +99,7 @@ def unstack(tree: Any) -> Any:
 
 
 def restack(tree: Any, like: Any) -> Any:
-    """A tree of :func:`unstack` with the stacks of another one, and with zeros for padding."""
+    """The inverse of :func:`unstack`: stacks as in another tree, with zeros for padding."""
     olds, treedef = flatten_with_stacks(like)
     news, stacks = treedef.flatten_up_to(tree), {}
     for i, old in enumerate(olds):
@@ -111,7 +111,7 @@ def restack(tree: Any, like: Any) -> Any:
 
 
 def merged(stacked: Any, rest: Any) -> Any:
-    """A tree without stacks, of one that has nothing but stacks and one with all other leaves."""
+    """Merges a tree that contains only stacks with a tree of all other leaves, without stacks."""
     _, treedef = flatten_with_stacks(stacked)
     leaves = treedef.flatten_up_to(unstack(stacked))
     others = treedef.flatten_up_to(rest)
@@ -120,7 +120,7 @@ def merged(stacked: Any, rest: Any) -> Any:
 
 
 def parted(tree: Any, stacked: Any) -> tuple[Any, Any]:
-    """The two trees of :func:`merged`, with the stacks of another one."""
+    """Splits a tree into the two trees of :func:`merged`, with the stacks of another tree."""
     nodes, treedef = flatten_with_stacks(stacked)
     inside = {i for node in filter(is_stack, nodes) for i in members(node)}
     hide = lambda leaves, positions: treedef.unflatten(hidden(leaves, positions))
@@ -130,7 +130,7 @@ def parted(tree: Any, stacked: Any) -> tuple[Any, Any]:
 
 
 def resized(array: Any, length: int) -> Any:
-    """An array of stacks with other padding behind its members."""
+    """An array of stacks with another size of padding after its members."""
     array = array[:length]
     missing = length - len(array)
     return jnp.pad(array, [(0, missing), *[(0, 0)] * (array.ndim - 1)]) if missing else array
@@ -143,13 +143,13 @@ def value(node: Stack) -> Any:
 
 
 def members(node: Stack) -> tuple[int, ...]:
-    """The positions of its members in the tree."""
+    """The indices of the members of a stack in the tree."""
     [key] = node.arrays
     return members_of(key)
 
 
 def axes_of_owners(node: Stack) -> tuple[str, ...]:
-    """The mesh axes over which its members are divided; () if they have no owners."""
+    """The mesh axes over which the members of a stack are divided; () without owners."""
     [key] = node.arrays
     return _axes_in(key)
 
@@ -162,7 +162,7 @@ def _join(leaves: Sequence[Any], length: int | None = None) -> Any:
 
 
 def _split(value: Any, number: int) -> Iterable[Any]:
-    """The first members of a stack."""
+    """Splits off the first members of a stack."""
     arrays, treedef = jax.tree.flatten(value)
     if not arrays:
         return [value] * number
@@ -175,7 +175,7 @@ def stacks_in(tree: Any) -> list[Stack]:
 
 
 def owners_in(path: Any) -> tuple[str, ...]:
-    """The mesh axes of owners in the path of an array; () if it is in no stack with owners."""
+    """The mesh axes of owners in the path of an array; () without a stack with owners."""
     found = stacks_of(path)
     return _axes_in(path[found[-1] + 1].key) if found else ()
 

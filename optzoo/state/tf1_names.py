@@ -1,4 +1,4 @@
-"""What TensorFlow 1 calls the variables of an optimizer, declared beside its slots."""
+"""TensorFlow 1 names of the variables of an optimizer, declared with its slots."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -10,10 +10,10 @@ AVERAGE = "ExponentialMovingAverage"
 class TF1Names(NamedTuple):
     """The TensorFlow variables of an optimizer; a class of slots has it as its attribute ``tf1``.
 
-    A class without it has the default. The slots of a parameter ``w`` are then ``w/Adam``,
-    ``w/Adam_1``, ... in the order of their fields, where ``Adam`` is the name that the optimizer
-    has in the graph. Each optimizer-wide array is a variable of the name that it has here. The
-    number of updates is the ``global_step`` of the graph.
+    By default, the slots of a parameter ``w`` are ``w/Adam``, ``w/Adam_1``, ... in the order of
+    their fields, where ``Adam`` is the name of the optimizer in the graph. Each array shared by all
+    parameters is a variable of the same name. The number of updates is the ``global_step`` of the
+    graph.
 
     Example:
         >>> from optzoo.state.types import Slot
@@ -22,23 +22,24 @@ class TF1Names(NamedTuple):
         ...     tf1 = TF1Names(slot="ExponentialMovingAverage")
 
     Args:
-        slot: the last part of the slots' names, where it is not the name of the optimizer.
-        by_field: what is between the name of a parameter and that of a field, where this is the
-            name of the variable: ``"/"`` for ``w/adam_m``. Such variables are float32.
-        also_numbered: with ``by_field``, whether the variables may be numbered instead: they are if
-            the checkpoint has none by the fields' names, or if, without a checkpoint to look at,
-            the name of the optimizer is given.
-        order: the fields in the order in which TensorFlow creates the variables, where that is
-            not their own order. Fields in an inner tuple hold an array for each dimension and
-            take turns: ``("a", ("b", "c"))`` is ``a``, ``b[0]``, ``c[0]``, ``b[1]``, ``c[1]``, ...
-        optional: fields that some graphs have no variables for.
-        hint: what the error adds if a checkpoint does not have the slots.
+        slot: the last part of the names of slots, if it is not the name of the optimizer.
+        by_field: the separator, if a variable has the names of the parameter and the field: ``"/"``
+            for ``w/adam_m``. Such variables are float32.
+        also_numbered: with ``by_field``, whether the variables may be numbered instead. They are if
+            the checkpoint has no variables with names of fields, or, without a checkpoint, if the
+            name of the optimizer is given.
+        order: the fields in the order in which TensorFlow creates the variables, if it differs.
+            Fields in an inner tuple have an array for each dimension and alternate:
+            ``("a", ("b", "c"))`` is ``a``, ``b[0]``, ``c[0]``, ``b[1]``, ``c[1]``, ...
+        optional: fields without variables in some graphs.
+        hint: an addition to the error if a checkpoint lacks the slots.
         concatenated: whether each field is one variable of the field's name, in which the slots
             of all parameters are concatenated along the last axis, sorted by their names.
         count: the optimizer's own floating-point variable with the number of updates, if any.
-        unread: vectors as long as all parameters that the original writes before it reads them.
-        not_in_tf1: the optimizer-wide arrays that TensorFlow does not have, each with a function
-            that computes it from the slots, or None if it starts again as in ``init``.
+        unread: vectors with the length of all parameters that the original writes before it reads
+            them.
+        not_in_tf1: the shared arrays that TensorFlow lacks, each with a function that computes it
+            from the slots, or None if it is initialized as in ``init``.
     """
 
     slot: str | None = None

@@ -21,17 +21,17 @@ Exact = Annotated[Any, "exact"]  # a count, an average, a factor of a matrix: 32
 
 
 def holds(slots: Any) -> dict[str, Any]:
-    """What each slot of a named tuple holds, by its name: the annotations of its class."""
+    """The type of each slot of a named tuple, by its name: the annotations of its class."""
     hints = get_type_hints(type(slots), include_extras=True)
     return {name: hints.get(name, Slot) for name in getattr(slots, "_fields", ())}
 
 
 class NoSlots(NamedTuple):
-    """The slots of an optimizer that has none."""
+    """The slots of an optimizer without slots."""
 
 
 class LeafwiseState(NamedTuple):
-    """The number of updates, a params-shaped tree for each slot, and optimizer-wide arrays.
+    """The number of updates, a params-shaped tree for each slot, and shared arrays.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -48,11 +48,10 @@ class LeafwiseState(NamedTuple):
 
 
 class OwnersState(NamedTuple):
-    """The states of matrices that have owners, and of the other parameters.
+    """The states of matrices with owners, and of the other parameters.
 
-    The trees of ``matrices`` have stacks of all matrices of one shape, which are divided over the
-    devices along their first axis. There is padding behind the last matrix, so that all devices
-    have as many.
+    The trees of ``matrices`` have stacks of all matrices of one shape, divided over the devices
+    along their first axis, and padded at the end so that all devices have equal numbers.
     """
 
     matrices: Any
@@ -74,7 +73,7 @@ class SlotsByName(NamedTuple):
 
 
 class Cycle(NamedTuple):
-    """The steps in this cycle of :func:`optzoo.accumulate`, and the cycles before it."""
+    """The step in this cycle of :func:`optzoo.accumulate`, and the number of completed cycles."""
 
     position: Array
     updates: Array
@@ -130,14 +129,14 @@ class MasterWeightsState(NamedTuple):
 
 
 class RowsOfCycle(NamedTuple):
-    """The rows of the steps of a cycle of :func:`optzoo.accumulate`, one after another."""
+    """The rows of the steps of a cycle of :func:`optzoo.accumulate`, concatenated."""
 
     indices: Array  # of shape (every * k,); where a step has fewer rows, the greatest integer
     values: Array  # of shape (every * k, *row_shape), in float32 at least
 
 
 class LocalSGDReplicated(NamedTuple):
-    """What is the same on all replicas: it is computed from sums over them."""
+    """The part of the state that is equal on all replicas: it is computed from sums over them."""
 
     count: Array  # ticks
     global_step: Array
@@ -147,7 +146,7 @@ class LocalSGDReplicated(NamedTuple):
 
 
 class LocalSGDPerReplica(NamedTuple):
-    """What each replica has for itself, beside its parameters."""
+    """The part of the state that each replica has for itself, without its parameters."""
 
     local_step: Array
     inner: Any  # the state of the inner optimizer
@@ -194,7 +193,7 @@ GROUP = "group_"  # begins the keys of the states of optzoo.param_groups
 
 
 def map_nodes(kind: Any, f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """The first tree with ``f`` of every node of a type, and of the nodes there in the others."""
+    """The first tree with ``f`` applied to nodes of a type, together with those of the others."""
     is_node = lambda node: isinstance(node, kind)
     change = lambda node, *others: f(node, *others) if is_node(node) else node
     return jax.tree.map(change, tree, *rest, is_leaf=is_node)
@@ -207,6 +206,6 @@ def nodes_of(kind: Any, tree: Any) -> list[Any]:
 
 
 def needs_loss(state: Any) -> bool:
-    """Whether :func:`optzoo.skip_spikes` in a transformation with this state judges the loss."""
+    """Whether the transformation with this state needs the loss, by :func:`optzoo.skip_spikes`."""
     nodes = nodes_of(SkipSpikesState, state)
     return any(jax.tree.leaves(node.losses) or needs_loss(node.inner) for node in nodes)

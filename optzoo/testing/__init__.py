@@ -1,4 +1,4 @@
-"""Conformance tests for optimizers, yours included: see ``contract`` and :func:`check_stacked`."""
+"""Conformance tests for optimizers, including yours: see ``contract`` and :func:`check_stacked`."""
 
 import pytest
 

@@ -51,7 +51,7 @@ def with_rows(indices, values):
 
 
 class Case:
-    """An optimizer and what several tests compute with it."""
+    """An optimizer, and results that several tests share."""
 
     def __init__(self, entry):
         self.tx = entry.make()
@@ -66,16 +66,16 @@ class Case:
 
     @functools.cached_property
     def warm(self):
-        """The parameters and the state after a first step, by dense gradients, not compiled."""
+        """The parameters and the state after a first step by dense gradients, not compiled."""
         return step(self.tx, dense_grads(samples.params()), samples.params())
 
     @functools.cached_property
     def warm_by_rows(self):
-        """The same by rows."""
+        """The parameters and the state after a first step by row-sparse gradients."""
         return step(self.tx, row_grads(samples.params()), samples.params())
 
     def first(self, grads):
-        """One of the two."""
+        """The first step by row-sparse or dense gradients."""
         return self.warm_by_rows if isinstance(grads["table"], SparseRows) else self.warm
 
 
@@ -86,7 +86,7 @@ def case(entry):
 
 @pytest.fixture(autouse=True)
 def eager():
-    """Compiles only what a test says: without jit a condition would be compiled at each call."""
+    """Disables compilation except by tests, since an eager ``cond`` compiles at each call."""
     with jax.disable_jit():
         yield
 
@@ -121,7 +121,7 @@ def test_compiles_once_and_takes_donated_buffers(case, grads):
 def test_state_keeps_its_type_and_updates_take_that_of_the_gradient(
     case, grads, of_params, of_grads
 ):
-    """And slots have at least 32 bits, whatever the parameters have."""
+    """Slots have at least 32 bits, for any dtype of the parameters."""
     params, grads, tx = of_params(samples.params()), of_grads(grads), case.tx
     state = jax.eval_shape(tx.init, params)
     updates, after = jax.eval_shape(tx.update, grads, state, params)
@@ -152,7 +152,7 @@ def test_extreme_gradients_give_finite_updates(case, dtype, large):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_strict_settings(case, grads, dtype):
-    """No dtype or rank is promoted without a word, and no NaN or infinity made on the way."""
+    """No implicit promotion of dtypes or ranks, and no NaN or infinity in intermediate results."""
     params, grads = cast(samples.params(), dtype), cast(grads, dtype)
     zeros = {**grads, "layer": jax.tree.map(jnp.zeros_like, grads["layer"])}
 
@@ -299,7 +299,7 @@ def test_masked_leaves_pass(case):
 
 
 def test_numpy_in_place_of_jax(case, grads):
-    """Without jit, which would convert them, as after a state was restored from a file."""
+    """Without ``jit``, which would convert them, as after a state is restored from a file."""
     params = samples.in_numpy(samples.params())
     state = samples.in_numpy(case.tx.init(params))
     got = step(case.tx, samples.in_numpy(grads), params, state)
@@ -341,7 +341,7 @@ def test_vmap(case):
 
 
 def sharded(mesh, tree):
-    """The arrays on a mesh: the first axis is divided, and the second one as well."""
+    """The arrays on a mesh: the first axis is divided, or the second axis, too."""
     spec = lambda a: jax.sharding.PartitionSpec(*mesh.axis_names[: a.ndim])
     place = lambda a: jax.device_put(a, jax.sharding.NamedSharding(mesh, spec(a)))
     return jax.tree.map(place, tree)
@@ -349,7 +349,7 @@ def sharded(mesh, tree):
 
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 def test_meshes(case, kind, grads):
-    """Values are those of one device; on explicit axes no type changes."""
+    """Values equal those of one device; on explicit axes no type changes."""
     kinds = 2 * (jax.sharding.AxisType[kind],)
     sizes = (2, 2) if jax.device_count() >= 4 else (1, 1)
     mesh = jax.make_mesh(sizes, ("rows", "columns"), axis_types=kinds)
@@ -436,7 +436,7 @@ def test_hyperparameters_injected_into_16_bits(entry, case):
 
 
 def test_injected_hyperparameters_are_traced(entry):
-    """In a compiled step their values are not known, and no branch may depend on them."""
+    """In a compiled step their values are tracers, so no branch may depend on them."""
     params, tx = samples.params(), inject(entry, entry.rate)
     state = jax.eval_shape(tx.init, params)
     updates, after = jax.eval_shape(tx.update, dense_grads(params), state, params)

@@ -25,14 +25,14 @@ def dense_grads(like):
 
 
 def row_grads(like):
-    """Dense gradients, but rows 1 and 3 for the table; row 1 is listed twice, and 5 is padding."""
+    """Dense gradients; for the table, rows 1 (twice), 3 and padding (5)."""
     values = jnp.array([[1.0, 2], [3, 4], [5, 6], [7, 8]])
     return {**dense_grads(like), "table": SparseRows(jnp.array([1, 3, 1, 5]), values, 5)}
 
 
 @contextlib.contextmanager
 def strict_settings():
-    """JAX's settings that turn what may be a mistake into an error."""
+    """JAX settings that turn likely mistakes into errors."""
     with (
         jax.numpy_dtype_promotion("strict"),
         jax.numpy_rank_promotion("raise"),
@@ -43,7 +43,7 @@ def strict_settings():
 
 
 def in_numpy(tree):
-    """A tree with NumPy's arrays in the place of those of JAX, also in rows."""
+    """A tree with NumPy arrays in place of JAX arrays, also in rows."""
     is_rows = lambda g: isinstance(g, SparseRows)
     of_rows = lambda g: SparseRows(np.asarray(g.indices), np.asarray(g.values), g.num_rows)
     convert = lambda a: of_rows(a) if is_rows(a) else np.asarray(a)
@@ -51,7 +51,7 @@ def in_numpy(tree):
 
 
 def plain(tree):
-    """A tree with rows as arrays alone, which can be compared."""
+    """A tree with rows as plain arrays, which can be compared."""
     return map_rows(lambda g: (g.indices, g.values), tree)
 
 
@@ -95,7 +95,7 @@ def make(entry, *args, **kwargs):
 
 
 def step_of(tx):
-    """One update as a function like ``optzoo.native_step(tx)``."""
+    """One update, as a function like ``optzoo.native_step(tx)``."""
 
     def step(params, state, grads, **extra_args):
         updates, state = tx.update(grads, state, params, **extra_args)
@@ -105,7 +105,7 @@ def step_of(tx):
 
 
 def step(tx, grads, x, state=None, **extra_args):
-    """The parameters and the state after one update, the first one where no state is given."""
+    """The parameters and the state after one update, the first one without a state."""
     return step_of(tx)(x, tx.init(x) if state is None else state, grads, **extra_args)
 
 
@@ -120,10 +120,10 @@ def trajectory(tx, x, grads, xs):
 
 
 def run(tx, grads, params=None, **extra_args):
-    """The updates and the states after each of these gradients, in one program.
+    """The updates and the states after each gradient, in one program.
 
     Gradients, extra arguments and results are stacked over the steps. The parameters are ones by
-    default, and stay what they are.
+    default, and are not updated.
     """
     if params is None:
         params = jax.tree.map(lambda g: np.ones(g.shape[1:], g.dtype), grads)
@@ -142,12 +142,12 @@ def _run(tx, params, grads, extra_args):
 
 
 def last(stacked):
-    """What is stacked over the steps, after the last one."""
+    """Stacked values after the last step."""
     return jax.tree.map(lambda a: a[-1], stacked)
 
 
 def side_by_side(txs):
-    """One optimizer that gives the updates of several, by name, so that they are one program."""
+    """One optimizer that returns the updates of several, by name, as one program."""
 
     def update(updates, states, params=None, **extra_args):
         done = {

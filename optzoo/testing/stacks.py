@@ -30,8 +30,8 @@ def check_stacked(
 ) -> None:
     """Checks that an optimizer gives the same values with and without stacks.
 
-    Parameters and gradients are random. The steps are run on all parameters, and on two thirds of
-    them in ``optax.masked``.
+    Parameters and gradients are random. The steps update all parameters, and two thirds of them in
+    ``optax.masked``.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo

@@ -1,4 +1,4 @@
-"""Tables with deferred rows: each row is caught up when it is read."""
+"""Train steps of tables with deferred rows: a row is caught up when it is read."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from .step import Model, Tables, report_reads
 
 
 def look_up(table: Table, ids: Array) -> Array:
-    """Rows as of now, as :func:`optzoo.lookup` reads them; the table is unchanged."""
+    """Current values of rows, as :func:`optzoo.lookup` reads them; does not change the table."""
     return as_looked_up(table.read(ids)[0], ids, table.num_rows)
 
 
@@ -31,7 +31,7 @@ def as_looked_up(x: Array, ids: Array, num_rows: int) -> Array:
 
 
 class DeferredTables(Tables):
-    """Of an optimizer with :func:`optzoo.caught_up` inside: rows are brought up to now in place."""
+    """With :func:`optzoo.caught_up` inside the optimizer: rows are caught up in place."""
 
     def __init__(self, model: Model, params: Any, state: Any):
         super().__init__(model, params, state)
@@ -39,7 +39,7 @@ class DeferredTables(Tables):
         self._ids: Sequence[Mapping[int, Array]] = []  # for each part of the batch
 
     def catch_up(self, loss: Loss) -> frozenset[int]:
-        """Catches up the tables that the loss does not read by lookups alone."""
+        """Catches up the tables that the loss reads other than by lookups."""
         reads = loss.reads()
         whole_tables = frozenset(i for i in self.elsewhere if reads[i])
         looked_up = {lookup.leaf for lookup in loss.lookups}
@@ -61,13 +61,13 @@ class DeferredTables(Tables):
         return map_tables(params, state, change)
 
     def read(self, ids: Sequence[Mapping[int, Array]]) -> list[dict[int, Array]]:
-        """For each part of the batch, by leaves that are elsewhere, the rows of their ids."""
+        """For each part of the batch, the rows of its ids, by the index of the table."""
         self._ids, [of_batch] = ids, ids
         self._change({i: lambda table, of=of: by_ids(table, of) for i, of in of_batch.items()})
         return [self._looked_up(of_batch)]
 
     def _looked_up(self, ids: Mapping[int, Array]) -> dict[int, Array]:
-        """Rows that are as of now."""
+        """The rows of ids, which are current."""
         leaves = self.leaves()
         rows = {i: jnp.take(leaves[i], of, axis=0, mode="clip") for i, of in ids.items()}
         return {i: as_looked_up(x, ids[i], len(leaves[i])) for i, x in rows.items()}
@@ -79,7 +79,7 @@ class DeferredTables(Tables):
         return super().update(self._with_rows(found), extra_args)
 
     def _with_rows(self, found: Sequence[Gradients]) -> list[Gradients]:
-        """The gradients, with those of rows as those of their tables."""
+        """The gradients, with gradients of rows as row-sparse gradients of their tables."""
         leaves, all_found = self.leaves(), list(found)
         for k, of_part in enumerate(self._ids):
             of_leaves, of_rows = list(found[k].of_leaves), found[k].of_rows
@@ -91,7 +91,7 @@ class DeferredTables(Tables):
 
 
 class CaughtUpTables(DeferredTables):
-    """Of :func:`optzoo.caught_up` itself: each row is read once and written once."""
+    """With :func:`optzoo.caught_up` as the optimizer: each row is read once and written once."""
 
     def __init__(self, model: Model, deferred: DeferredOptimizer, params: Any, state: Any):
         deferred.check(state)
@@ -100,7 +100,7 @@ class CaughtUpTables(DeferredTables):
         self.rows = dict[int, Any]()
 
     def read(self, ids: Sequence[Mapping[int, Array]]) -> list[dict[int, Array]]:
-        """For each part of the batch, by leaves that are elsewhere, the rows of their ids."""
+        """For each part of the batch, the rows of its ids, by the index of the table."""
         self._ids, [of_batch] = ids, ids
 
         def sweep_and_read(params, state):
@@ -142,7 +142,7 @@ def tables_for(model: Model, params: Any, state: Any) -> Tables:
 
 
 def _merged(table: Table, ids: Array, rows: Any, g: Array | None) -> CurrentRows:
-    """Rows of ids that may repeat, each once."""
+    """Merges the rows of repeated ids."""
     if g is None:  # no lookup reads them
         return CurrentRows(table, distinct(ids), rows, jnp.zeros_like(rows[0]))
     places, sums = merge_rows_in_place(ids, upcast(g), num_rows=table.num_rows)

@@ -12,7 +12,7 @@ from ..state.of_nnx import refuse_nnx
 
 
 def eval_params(params: Any, state: Any) -> Any:
-    """The parameters to evaluate and to deploy: averages or a center, if the state has them.
+    """The parameters to evaluate and deploy: averages or a center, if the state has them.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -23,26 +23,25 @@ def eval_params(params: Any, state: Any) -> Any:
         [1. 1.]
 
     Args:
-        params: the parameters that are trained.
-        state: the state of an optimizer, in which :func:`optzoo.moving_average` or a wrapper with
-            a center (:func:`optzoo.elastic_average`, :func:`optzoo.agn`,
-            :func:`optzoo.model_average`, :func:`optzoo.diloco`) may be anywhere (in a chain,
-            in ``optax.masked`` or ``optax.partition``, ...). Of :func:`optzoo.ema_nesterov` they
-            are the parameters without the step ahead.
+        params: the trained parameters.
+        state: the state of an optimizer. :func:`optzoo.moving_average` or a wrapper with a center
+            (:func:`optzoo.elastic_average`, :func:`optzoo.agn`, :func:`optzoo.model_average`,
+            :func:`optzoo.diloco`) is found anywhere in it, such as in a chain, ``optax.masked`` or
+            ``optax.partition``. For :func:`optzoo.ema_nesterov` the result is the parameters
+            without the look-ahead step.
 
     Returns:
-        A tree like ``params``, also in its dtypes: the average of every parameter that has one,
-        the parameter itself otherwise, so of an optimizer without averages all parameters. A
-        center is replicated: it has no axis of replicas. With :func:`optzoo.caught_up` no row of
-        it is deferred. Outside of ``jit`` the arrays are copies: a step that donates its arguments
-        leaves them as they are, and they can be trained on.
+        A tree with the structure and dtypes of ``params``: the average of each parameter that has
+        one, otherwise the parameter itself. A center has no replica axis. With
+        :func:`optzoo.caught_up`, all rows are caught up. Outside of ``jit`` the arrays are copies,
+        which remain valid after a step that donates ``params``, and can be trained themselves.
 
     Raises:
-        StateError: if the parameters have another structure than the averages, such as those of
-            Flax NNX with its variables.
-        TypeError: if the state is an ``nnx.State`` or ``nnx.Optimizer``, which do not keep the
-            types of the state (:func:`optzoo.nnx_split`).
-        ValueError: if the averages have an axis of replicas and the parameters do not.
+        StateError: if the parameters and the averages differ in structure, as with Flax NNX
+            variables.
+        TypeError: if the state is an ``nnx.State`` or ``nnx.Optimizer``, which lose the types of
+            the state (use :func:`optzoo.nnx_split`).
+        ValueError: if the averages have a replica axis and the parameters do not.
     """
     refuse_nnx(state)
     given = params, state

@@ -22,15 +22,16 @@ _PLACE = (
 class Jitted:
     """``jax.jit`` of ``step(params, state, *batch, **extra_args)``, which donates the first two.
 
-    On a TPU, tables and slots are row-major before a step as after it (``rows.row_major``): those
-    that are not are converted one by one, and the program is the same from the first step on. It
-    is compiled with the options of ``rows.compiler_options``.
+    On a TPU, tables and slots are row-major before and after a step (``rows.row_major``): those in
+    another layout are converted first, so that the first step is not compiled for another layout.
+    The program is compiled with ``rows.compiler_options``.
 
-    Without x64, JAX keeps the lower 32 bits of integers of 64, such as hashes: ids of other rows.
+    Without x64, JAX truncates 64-bit integers, such as hashed ids, to 32 bits, which would address
+    other rows.
 
     Raises:
-        OverflowError: when called, if the batch has an integer of NumPy or Python that has no 32
-            bits, and x64 is off.
+        OverflowError: when called with x64 off, if the batch has an integer of NumPy or Python that
+            exceeds 32 bits.
     """
 
     def __init__(
@@ -40,9 +41,9 @@ class Jitted:
     ):
         """Without ``measure`` the step is ``step_by({})``.
 
-        ``measure`` gives numbers for the arguments of a step, and ``step_by`` the step by these
-        numbers, which are part of the program. They are measured by the first call with arguments
-        of some shapes; before, and where no arrays are given, there are none.
+        ``measure`` returns sizes for the arguments of a step, and ``step_by`` the step for these
+        sizes, which are constants of the program. The first call with arguments of given shapes
+        measures them. Before that call, and without arrays, ``step_by`` gets an empty dict.
         """
         functools.update_wrapper(self, step_by({}))
         self._step_by = step_by
@@ -53,7 +54,7 @@ class Jitted:
         self._jit = self._jit_with({}, {})
 
     def __call__(self, params: Any, state: Any, *batch: Any, **extra_args: Any) -> Any:
-        """A step."""
+        """Runs a step."""
         check_integers(batch)
         args = params, state, *batch
         if self._measure is not None and not is_tracing():
@@ -70,20 +71,20 @@ class Jitted:
             raise
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of ``jax.jit``."""
+        """Like ``trace`` of ``jax.jit``."""
         return self._jit.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of ``jax.jit``; shapes of tables and slots are row-major, as in a call."""
+        """Like ``lower`` of ``jax.jit``; tables and slots are row-major, as in a call."""
         jitted, args, kwargs = self._prepared(with_row_major, args, kwargs)
         return jitted.lower(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of ``jax.jit``."""
+        """Like ``eval_shape`` of ``jax.jit``."""
         return self._jit.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
-        """As that of ``jax.jit``."""
+        """Like ``clear_cache`` of ``jax.jit``."""
         for jitted in self._jits.values():
             jitted.clear_cache()
 
@@ -104,7 +105,7 @@ class Jitted:
         return can_demand_layouts()
 
     def _prepared(self, f: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """What to call, and the arguments, with ``f`` of those of which the step changes rows."""
+        """The function to call and its arguments; ``f`` converts those read by rows."""
         if not (self._measured or self._can_demand_layouts):
             return self._jit, args, kwargs
         shapes = _shapes(args, kwargs)

@@ -1,4 +1,4 @@
-"""The whole train step of a plain loop."""
+"""The train step for a training loop."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def minimize(
 ) -> Callable[..., Any]:
     """A compiled train step: the counterpart of TensorFlow's ``Optimizer.minimize``.
 
-    Gradients of tables read by :func:`optzoo.lookup`, and of large tables read by gathers of whole
-    rows such as ``table[ids]``, are SparseRows, as in :func:`optzoo.value_and_grad`. If an update
-    by ``tx`` with such rows raises an error when it is traced, gathers keep dense gradients.
-    Parameters and state are donated: the step updates them in place, and the arrays passed in must
-    not be used again.
+    Tables that the loss reads by :func:`optzoo.lookup`, and large tables that it reads by gathers
+    of whole rows such as ``table[ids]``, get SparseRows as gradients, as in
+    :func:`optzoo.value_and_grad`. If ``tx`` raises an error for SparseRows when it is traced, the
+    gradients of gathers are dense. Parameters and state are donated: the step updates them in
+    place, so do not use the arrays passed in again.
 
-    With ``mesh=`` the batch is divided over its devices, and the mean of their losses is minimized:
-    data-parallel training. Tables that ``tables=`` names are sharded by rows: all that is said of
-    :func:`optzoo.sharded_minimize` holds. Put parameters and state on the mesh before, such as by
-    ``jax.device_put(params, NamedSharding(mesh, PartitionSpec()))``: otherwise the second step,
-    whose arguments are there, is compiled again.
+    With ``mesh=`` training is data-parallel: the batch is divided over the devices, and the mean of
+    their losses is minimized. Tables named by ``tables=`` are sharded by rows, as in
+    :func:`optzoo.sharded_minimize`. Put parameters and state on the mesh before the first step,
+    such as by ``jax.device_put(params, NamedSharding(mesh, PartitionSpec()))``: otherwise the step
+    is compiled twice.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
@@ -61,40 +61,40 @@ def minimize(
 
     Args:
         loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)``.
-        tx: any optax transformation; put :func:`optzoo.rows.densify` before one that does not
-            support SparseRows.
-        has_aux: whether ``loss_fn`` returns auxiliary data too.
-        mesh: of the devices that share a step; None for a step without ``shard_map``.
-        tables: with a mesh, by a pattern of names (:func:`optzoo.param_groups`) the sharding of a
-            table. All other parameters are replicated.
+        tx: any optax transformation. Put :func:`optzoo.rows.densify` before a transformation that
+            does not support SparseRows.
+        has_aux: whether ``loss_fn`` also returns auxiliary data.
+        mesh: the devices that share a step; None for a step without ``shard_map``.
+        tables: with a mesh, a dict from patterns of names (:func:`optzoo.param_groups`) to the
+            shardings of tables. All other parameters are replicated.
         capacity_factor: with a mesh, as in :func:`optzoo.sharded_minimize`.
         max_norm: with a mesh, as in :func:`optzoo.sharded_minimize`.
         transport: with a mesh, as in :func:`optzoo.sharded_minimize`.
         parts: with a mesh, as in :func:`optzoo.sharded_minimize`.
-        sparse: what to do where rows of a table are read and its gradient is dense: ``"warn"``,
-            ``"require"`` (an error) or ``"allow"``; or a dict of these by patterns, as in
+        sparse: what to do if rows of a table are read but its gradient is dense: ``"warn"``,
+            ``"require"`` (an error) or ``"allow"``; or a dict from patterns to these, as in
             :func:`optzoo.value_and_grad`.
         min_rows: as in :func:`optzoo.value_and_grad`.
-        native: whether the optimizer runs as native loops on the CPU, as in
-            :func:`optzoo.native_step`; with ``"require"`` it is an error if not all of it does.
+        native: whether the optimizer runs as native code on the CPU, as in
+            :func:`optzoo.native_step`. ``"require"`` raises an error if XLA has to update any
+            array.
 
     Raises:
-        TypeError: if ``tx`` is no transformation; at trace time, if nothing in ``tx`` reads one
-            of the extra args.
-        ValueError: as :func:`optzoo.value_and_grad`, and with a mesh as
-            :func:`optzoo.sharded_minimize`; if an argument for a mesh comes without it, or if
-            ``native`` is none of these; at trace time,
-            if ``state`` is not one of ``tx`` for these parameters, if something in ``tx`` changes
-            an update of :func:`optzoo.caught_up`, or if native code is required and XLA updates
-            some arrays.
+        TypeError: if ``tx`` is not a transformation; at trace time, if ``tx`` does not use one of
+            the extra args.
+        ValueError: as in :func:`optzoo.value_and_grad`, and with a mesh as in
+            :func:`optzoo.sharded_minimize`; if an argument for a mesh is given without ``mesh``, or
+            ``native`` is out of range; at trace time, if ``state`` is not a state of ``tx`` for
+            these parameters, if a transformation in ``tx`` changes the updates of
+            :func:`optzoo.caught_up`, or if native code is required and XLA would update some
+            arrays.
         RuntimeError: at trace time, if native code is required and cannot run.
 
     Returns:
-        ``step(params, state, *batch, **extra_args) -> (params, state, loss)``, with ``aux`` as a
-        fourth if ``has_aux``. The extra args, trees of arrays, go to ``tx.update``,
-        which must read them. With a mesh the arrays of ``batch`` are divided along their first axis
-        over all axes of the mesh, and each array of ``aux`` has one more leading axis over the
-        devices.
+        ``step(params, state, *batch, **extra_args) -> (params, state, loss)``, followed by ``aux``
+        if ``has_aux``. The extra args, trees of arrays, are passed to ``tx.update``, which must use
+        them. With a mesh, the arrays of ``batch`` are divided along their first axis over all axes
+        of the mesh, and each array of ``aux`` has an additional leading axis over the devices.
     """
     model = Model.of(loss_fn, tx, has_aux, sparse, min_rows, native)
     on_mesh = OnMesh.of(

@@ -36,7 +36,7 @@ _DEFAULTS = {
 
 
 class OnMesh(NamedTuple):
-    """The arguments of :func:`optzoo.minimize` that are of a mesh."""
+    """The arguments of :func:`optzoo.minimize` for a mesh."""
 
     mesh: Mesh
     tables: Mapping[str, RowSharding]
@@ -47,13 +47,11 @@ class OnMesh(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Mesh | None, **given: Any) -> OnMesh | None:
-        """The same, checked; None without a mesh, if no argument needs one."""
+        """The checked arguments; None without a mesh, if no argument needs one."""
         if mesh is None:
             for name, value in given.items():
                 if value != _DEFAULTS[name]:
-                    raise ValueError(
-                        f"{name}={value!r} is for the devices of a mesh: give mesh=, too"
-                    )
+                    raise ValueError(f"{name}={value!r} needs a mesh: give mesh=, too")
             return None
         check_axes(mesh, (), "")
         tables = given.pop("tables") or {}
@@ -79,7 +77,7 @@ class OnMesh(NamedTuple):
         return self.capacity_factor == "auto" and bool(self.tables) and not is_divided
 
     def most(self, model: Model, params: Any, state: Any, batch: Sequence[Any]) -> dict[int, Array]:
-        """What :meth:`ShardedTables.most` gives."""
+        """The result of :meth:`ShardedTables.most`."""
         self._check_batch(batch)
         specs, mapped = self._specs_and_mapped(model, params, state, {})
 
@@ -100,8 +98,8 @@ class OnMesh(NamedTuple):
     ) -> Any:
         """The parameters, the state, the loss and the auxiliary data after a step.
 
-        The auxiliary data has one more axis, over the devices and the parts of their batches. By
-        ``most`` messages are as large as a batch needed.
+        The auxiliary data has an additional axis, over the devices and the parts of their batches.
+        ``most`` determines the size of messages.
         """
         mesh = self.mesh
         self._check_batch(batch)
@@ -124,7 +122,7 @@ class OnMesh(NamedTuple):
     def _specs_and_mapped(
         self, model: Model, params: Any, state: Any, most: Mapping[int, int]
     ) -> tuple[tuple[Any, Any], Mapped]:
-        """How parameters and state are divided, and the rest of how a step is mapped."""
+        """The partition specs of parameters and state, and how the step is mapped."""
         if model.deferred is not None:
             model.deferred.check(state)
         shardings = shardings_by_leaf(self.tables, params)
@@ -148,15 +146,15 @@ class OnMesh(NamedTuple):
         batch: Sequence[Any],
         extra_args: Any,
     ) -> Any:
-        """As :meth:`step`, of :func:`optzoo.divide_states`, by the shapes that say how it divides.
+        """Like :meth:`step`, for :func:`optzoo.divide_states`, whose shapes give the division.
 
-        Each device computes the gradients of its part of the batch, and gets its share of their
-        mean; the update is outside of ``shard_map``, divided as the state is.
+        Each device computes the gradients of its part of the batch, and gets its share of the mean
+        gradients. The update is outside of ``shard_map``, divided like the state.
         """
         if self.tables:
             raise ValueError(
-                f"tables={dict(self.tables)!r} are for a step inside of shard_map, and "
-                "optzoo.divide_states divides an update outside of it: give one of the two"
+                f"tables={dict(self.tables)!r} needs a step inside of shard_map, but "
+                "optzoo.divide_states divides the update outside of it: use only one of the two"
             )
         leaves, treedef = jax.tree.flatten(shares)
         specs = [x.sharding.spec if isinstance(x, jax.ShapeDtypeStruct) else P() for x in leaves]
@@ -188,7 +186,7 @@ class OnMesh(NamedTuple):
         return Mapped(self.mesh, *options, shardings, state_specs)
 
     def _specs(self, batch: Any) -> Any:
-        """How a batch is divided over the devices."""
+        """The partition specs of a batch."""
         return jax.tree.map(lambda x: P(self.mesh.axis_names) if jnp.ndim(x) else P(), batch)
 
     def _parts(self, batch: Any) -> list[Any]:
@@ -199,21 +197,21 @@ class OnMesh(NamedTuple):
         return [treedef.unflatten([x[k] for x in divided]) for k in range(self.parts)]
 
     def _check_batch(self, batch: Sequence[Any]) -> None:
-        """Raises ``ValueError`` if the devices do not divide the batch."""
+        """Raises ``ValueError`` if the batch is not divisible among the devices."""
         number = self.mesh.size * self.parts
-        among = f"the {self.mesh.size} devices of the mesh do"
+        among = f"the {self.mesh.size} devices of the mesh"
         if self.parts > 1:
-            among = f"{self.parts} parts for each of the {self.mesh.size} devices of the mesh do"
+            among = f"{self.parts} parts on each of the {self.mesh.size} devices of the mesh"
         for i, tree in enumerate(batch):
             for path, x in leaves_with_path(tree):
                 if jnp.ndim(x) and len(x) % number:
                     name = f"batch[{i}]" + (f" '{path_name(path)}'" if path else "")
                     raise ValueError(
-                        f"{name} has {len(x)} examples, which {among} not divide: give a multiple "
-                        f"of {number}, with padding for the rest"
+                        f"{name} has {len(x)} examples, which cannot be divided among {among}: "
+                        f"pad the batch to a multiple of {number}"
                     )
 
 
 def _joined(aux: Sequence[Any]) -> Any:
-    """The auxiliary data of all parts of a batch."""
+    """Joins the auxiliary data of all parts of a batch."""
     return jax.tree.map(lambda *xs: jnp.stack([*map(jnp.asarray, xs)]), *aux)

@@ -1,4 +1,4 @@
-"""Of which parameters an optimizer takes no rows as gradients."""
+"""The parameters for which an optimizer does not support row-sparse gradients."""
 
 import traceback
 from collections.abc import Callable, Mapping, Set
@@ -18,19 +18,19 @@ _PASSING = ("chain", "named_chain", "with_extra_args_support")
 def refused_rows(
     update: Callable[[Any], Any], params: Any, given: Set[int], asked: Set[int]
 ) -> dict[int, str]:
-    """Those of the parameters asked for whose gradients may not be rows: the update then fails.
+    """By index, which of ``asked`` have an update that fails for row-sparse gradients, and why.
 
-    For each of them what refuses rows: ``'optax.clip'``, or ``'a transformation'`` if it is not
-    known which.
+    The values name the transformation that raised the error, such as ``'optax.clip'``, or
+    ``'a transformation'`` if its name is unknown.
 
-    The update is traced with rows, which costs nothing at run time. If it raises an error without
-    them, too, they are not the reason, and nothing is refused.
+    The update is traced with SparseRows, which adds no run time. If it also fails without them,
+    the result is empty, as SparseRows are not the reason.
 
     Args:
         update: a function of the gradients.
         params: the parameters.
-        given: the positions of those whose gradients are rows in any case.
-        asked: the positions of others.
+        given: the indices of parameters whose gradients are SparseRows in any case.
+        asked: the indices of the parameters to test.
     """
     treedef = jax.tree.structure(params)
     tables = jax.tree.leaves(params, is_leaf=is_lines)
@@ -64,23 +64,23 @@ def refused_rows(
 def check_rows(
     tx: Any, grads: Any, state: Any, params: Any, extra_args: Mapping[str, Any], error: Exception
 ) -> None:
-    """Raises ``ValueError`` if an update failed because of gradients that are rows."""
+    """Raises ``ValueError`` if an update failed because of row-sparse gradients."""
     update = lambda grads: tx.update(grads, state, params, **extra_args)
     leaves = leaves_with_path(grads, is_leaf=is_rows)
     rows = {i: path_name(path) for i, (path, g) in enumerate(leaves) if is_rows(g)}
     for i, what in refused_rows(update, params, frozenset(), rows.keys()).items():
         raise ValueError(
-            f"{what} in tx takes no rows, but the gradient of parameter '{rows[i]}' is "
-            "row-sparse, by optzoo.lookup or sparse='require'. Use a transformation of optzoo, "
-            "optzoo.on_rows(tx) or optzoo.rows.on_values(tx); optzoo.rows.densify() before it "
-            "makes the gradient dense"
+            f"{what} in tx does not support row-sparse gradients, but optzoo.lookup or "
+            f"sparse='require' gives one to parameter '{rows[i]}'. Use a transformation of "
+            "optzoo, optzoo.on_rows(tx) or optzoo.rows.on_values(tx); optzoo.rows.densify() "
+            "before it makes the gradient dense"
         ) from error
 
 
 def _innermost(error: Exception) -> str | None:
-    """The transformation whose update raised an error: that of the innermost such function.
+    """The name of the transformation whose update raised an error: the innermost one.
 
-    Functions in functions have the name of the outer one, which is the factory.
+    A nested function has the name of the outer one, which is the factory.
     """
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         factory, _, update = frame.f_code.co_qualname.partition(".<locals>.")

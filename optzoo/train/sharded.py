@@ -1,4 +1,4 @@
-"""Tables sharded by rows, as one device sees them."""
+"""The train step of one device, with tables sharded by rows."""
 
 import functools
 import operator
@@ -53,16 +53,16 @@ class Mapped(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Those of the mesh."""
+        """The axes of the mesh."""
         return self.mesh.axis_names
 
     @property
     def tables(self) -> dict[int, RowSharding]:
-        """By their positions the parameters that are sharded by rows."""
+        """The shardings of the parameters that are sharded by rows, by their indices."""
         return {i: s for i, s in enumerate(self.shardings) if s is not None}
 
     def capacity(self, table: int, num_ids: int) -> int:
-        """The number of rows that a device asks of each owner of a table in one round."""
+        """The number of rows that a device requests from each owner of a table in one round."""
         s = self.shardings[table]
         assert s is not None
         if table in self.most:
@@ -71,7 +71,7 @@ class Mapped(NamedTuple):
 
 
 class ShardedTables(DeferredTables):
-    """The shards of one device, and everything else, replicated; rows of both may be deferred."""
+    """The shards of one device and the replicated parameters; rows of both may be deferred."""
 
     def __init__(self, model: Model, mapped: Mapped, params: Any, state: Any):
         super().__init__(model, params, state)
@@ -89,12 +89,12 @@ class ShardedTables(DeferredTables):
     def _map(
         self, params: Any, state: Any, change: Callable[[int, Table], Table]
     ) -> tuple[Any, Any]:
-        """As :func:`map_tables`; the tables know over which axes they are divided."""
+        """Like :func:`map_tables`; sets the axes over which the tables are divided."""
         axes = {i: s.axes for i, s in self.mapped.tables.items()}
         return map_tables(params, state, lambda i, t: change(i, t.divided(axes.get(i, ()))))
 
     def leaves(self) -> list[Array]:
-        """The parameters as the loss of this device sees them."""
+        """The parameters that the loss of this device gets."""
         tables = jax.tree.leaves(self.params, is_leaf=is_lines)
         leaves = Replicas(self.mapped.axes).vary(jax.tree.leaves(self.params))
         # This array is never made.
@@ -105,7 +105,7 @@ class ShardedTables(DeferredTables):
         ]
 
     def check(self, loss: Loss) -> None:
-        """Raises ``ValueError`` for what a loss cannot do; reports dense gradients."""
+        """Raises ``ValueError`` for unsupported reads of a table; reports dense gradients."""
         reasons, reads = dict(loss.dense_tables()), loss.reads()
         for i in self.mapped.tables:
             if loss.uses[i] or reads[i]:
@@ -119,14 +119,14 @@ class ShardedTables(DeferredTables):
 
     @property
     def parts(self) -> dict[int, Part]:
-        """By their positions what is asked of each table for the first part of the batch.
+        """The requests to each table, by its index, for the first part of the batch.
 
-        What is asked for the others has the same sizes.
+        The requests for the other parts have the same sizes.
         """
         return dict(zip(self.mapped.tables, self.asked[0].parts if self.asked else (), strict=True))
 
     def read(self, ids: Sequence[Mapping[int, Array]]) -> list[dict[int, Array]]:
-        """For each part of the batch, by leaves that are elsewhere, the rows of their ids."""
+        """For each part of the batch, the rows of its ids, by the index of the table."""
         axes, tables = self.mapped.axes, self.mapped.tables
         self._ids = [{i: of for i, of in part.items() if i not in tables} for part in ids]
         replicated = {i: jnp.concatenate([part[i] for part in ids]) for i in self._ids[0]}
@@ -143,7 +143,7 @@ class ShardedTables(DeferredTables):
         ]
 
     def read_further(self, part: int, rows: Mapping[int, Array]) -> Mapping[int, Array]:
-        """The rows of a part of the batch, with those that did not come with the first ones."""
+        """The rows of a part of the batch, with rows that did not fit into the first round."""
         tables, mapped = self.mapped.tables, self.mapped
         if not tables:
             return rows
@@ -159,9 +159,9 @@ class ShardedTables(DeferredTables):
         return Part(s, capacity, places, make_route(places, s), replicas)
 
     def most(self, parts: Sequence[Sequence[Any]]) -> dict[int, Array]:
-        """The most distinct ids that one owner has of those of a device and a part of its batch.
+        """The largest number of distinct ids per owner, over the devices and parts of a batch.
 
-        By the positions of the tables whose messages are not small.
+        By the indices of the tables whose messages are not small.
         """
         found = dict[int, list[Array]]()
         for batch in parts:
@@ -175,13 +175,13 @@ class ShardedTables(DeferredTables):
         return {i: lax.pmax(count, self.mapped.axes) for i, count in of_all.items()}
 
     def _shards(self) -> dict[int, Any]:
-        """What this device has of each sharded table: an array, or lines."""
+        """The shard of each sharded table on this device: an array, or packed lines."""
         leaves = jax.tree.leaves(self.params, is_leaf=is_lines)
         local = lambda x, s: Lines(x.value, (s.rows_per_shard, *x.shape[1:])) if is_lines(x) else x
         return {i: local(leaves[i], s) for i, s in self.mapped.tables.items()}
 
     def _reads(self) -> list[Read]:
-        """How to read the rows of each sharded table."""
+        """Functions that read the rows of each sharded table."""
         deferred = dict[int, Table]()
         for node in nodes_of(CaughtUpState, self.state):
             deferred |= tables_of(node, self.params)[0]
@@ -202,7 +202,7 @@ class ShardedTables(DeferredTables):
         return *self._in_rounds(self._arrived(found), rest, extra_args), value
 
     def means(self, found: Sequence[Gradients]) -> tuple[dict[int, Any], Array]:
-        """Of the loss, and by their positions of the gradients of all but sharded tables."""
+        """The means of the loss and, by index, of the gradients of all but sharded tables."""
         axes, tables, number = self.mapped.axes, self.mapped.tables, self._number(found)
         dtype = found[0].value.dtype
         total = functools.reduce(jnp.add, [upcast(part.value) for part in found])
@@ -210,8 +210,9 @@ class ShardedTables(DeferredTables):
         missing = set(axes) - varying(total)
         if missing and self.has_gradient:
             raise ValueError(
-                f"the loss is the same along the mesh axes {sorted(missing)}: return the loss of "
-                "one device's part of the batch. sharded_minimize takes the mean over the devices"
+                f"the loss does not vary over the mesh axes {sorted(missing)}: return the loss of "
+                "one device's part of the batch. sharded_minimize computes the mean over the "
+                "devices"
             )
         of_parts = [part.of_leaves for part in self._with_rows(found)]
         like = {i: g for i, g in enumerate(of_parts[0]) if i not in tables}
@@ -220,7 +221,7 @@ class ShardedTables(DeferredTables):
         return divide_gradients(sums, jnp.asarray(number), like), (value / number).astype(dtype)
 
     def _number(self, found: Sequence[Gradients]) -> int:
-        """Of losses that are summed: those of all devices, for all parts of their batches."""
+        """The number of losses in the sum: over all devices and all parts of their batches."""
         return self.mapped.mesh.size * len(found)
 
     def _arrived(self, found: Sequence[Gradients]) -> Arrived:
@@ -235,7 +236,7 @@ class ShardedTables(DeferredTables):
         return send_gradients(self.asked, gradients, *options)
 
     def _sum(self, grads: dict[int, Any], value: Array) -> tuple[dict[int, Any], Array]:
-        """The sums over all devices of gradients, by their positions, and of the loss."""
+        """The sums of the gradients, by their indices, and of the loss over all devices."""
         return Replicas(self.mapped.axes).sum_gradients(grads, True, value)
 
     def _in_rounds(
@@ -245,8 +246,8 @@ class ShardedTables(DeferredTables):
 
         Args:
             arrived: the gradients of the rows of sharded tables.
-            rest: by their positions those of all other parameters.
-            extra_args: of the update.
+            rest: the gradients of all other parameters, by their indices.
+            extra_args: extra args of the update.
         """
         mapped = self.mapped
         is_round = not all(p.always_fits for p in self.parts.values())
@@ -258,7 +259,7 @@ class ShardedTables(DeferredTables):
         before, treedef = jax.tree.flatten((self.params, self.state))
 
         def update(rows, leaves, in_loop=False):
-            """All parameters and slots, after those of some rows."""
+            """All parameters and slots, after the update of some rows."""
             rows = zip(self.parts, rows, strict=True)
             gs = rest | {i: g.with_squares(squares.get(i)) for i, g in rows}
             gs = self.treedef.unflatten(gs[i] for i in range(len(gs)))
@@ -306,7 +307,7 @@ class ShardedTables(DeferredTables):
     def _check_update(self, extra_args: Mapping[str, Any], is_round: bool) -> set[int]:
         """The tables whose sums of squares are needed before the first of several rounds.
 
-        Raises ``ValueError`` unless ``tx`` may update tables that are sharded.
+        Raises ``ValueError`` unless ``tx`` can update sharded tables.
         """
         has_norm = is_round and self.mapped.max_norm is not None
         needed = set(self.parts) if has_norm else set[int]()
@@ -324,10 +325,10 @@ class ShardedTables(DeferredTables):
 
 
 class MeanGradients(ShardedTables):
-    """Parameters that all devices have; the update, on which they share the work, comes later."""
+    """Replicated parameters; the devices divide the update, which follows later."""
 
     def __init__(self, model: Model, mapped: Mapped, params: Any, specs: Sequence[P]):
-        """By ``specs`` each device gets its share of the mean gradients."""
+        """Divides the mean gradients over the devices by ``specs``."""
         super().__init__(model, mapped, params, ())
         self.specs = specs
 
@@ -340,7 +341,7 @@ class MeanGradients(ShardedTables):
     def update(
         self, found: Sequence[Gradients], extra_args: Mapping[str, Any]
     ) -> tuple[Any, Any, Array]:
-        """The gradients in the place of the parameters, no state, and the mean loss."""
+        """The gradients in place of the parameters, no state, and the mean loss."""
         rest, value = self.means(found)
         return self.treedef.unflatten(rest[i] for i in range(len(rest))), (), value
 
@@ -352,7 +353,7 @@ class MeanGradients(ShardedTables):
         return shares | sums, value
 
     def _share(self, gradient: Array, spec: P) -> Array:
-        """The share of this device of a sum; one mesh axis after the other divides it."""
+        """The share of this device of a sum, which one mesh axis after the other divides."""
         total, names = upcast(gradient), [*self.mapped.axes]
         for dimension, of in enumerate(spec):
             for name in jax.tree.leaves(of):
@@ -364,14 +365,14 @@ class MeanGradients(ShardedTables):
 def update_deferred(
     deferred: DeferredOptimizer, params: Any, state: CaughtUpState, gs: list[Any], extra_args: Any
 ) -> tuple[Any, CaughtUpState]:
-    """The parameters and the state after an update that brings the rows it changes up to now.
+    """The parameters and the state after an update; the rows that it changes are current.
 
     Args:
         deferred: the optimizer.
-        params: before; tables with dense gradients are current.
-        state: before.
-        gs: the gradients; row-sparse ones may have repeated ids.
-        extra_args: of ``update``.
+        params: the parameters before; tables with dense gradients are current.
+        state: the state before.
+        gs: the gradients; row-sparse gradients may have repeated ids.
+        extra_args: extra args of ``update``.
     """
     tables, _ = tables_of(state, params)
     parts = {i: CurrentRows.of(t, gs[i]) for i, t in tables.items() if is_rows(gs[i])}
@@ -395,7 +396,7 @@ def _squares(
 
 
 def _sum_of_parts(gradients: Sequence[Any]) -> Any:
-    """The sum of gradients, in float32 at least; the only one as it is."""
+    """The sum of gradients, in float32 at least; a single gradient is returned unchanged."""
     if len(gradients) == 1:
         return gradients[0]
     wide = [g if is_rows(g) else upcast(g) for g in gradients]

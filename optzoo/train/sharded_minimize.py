@@ -33,27 +33,28 @@ def sharded_minimize(
 ) -> Callable[..., Any]:
     r"""A compiled train step for tables sharded by rows; everything else is data-parallel.
 
-    It is :func:`optzoo.minimize` with ``mesh=`` and ``tables=``: the loss is the same function,
-    which reads the tables by ``table[ids]``, :func:`optzoo.lookup` or
-    :func:`optzoo.lookup_sparse`. It is called with the part of the batch of one device, and its
-    mean over all devices is minimized.
+    Equivalent to :func:`optzoo.minimize` with ``mesh=`` and ``tables=``. The loss is the same as on
+    one device: it reads tables by ``table[ids]``, :func:`optzoo.lookup` or
+    :func:`optzoo.lookup_sparse`. It is called with one device's part of the batch, and its mean
+    over all devices is minimized.
 
-    Each device asks the owners for the distinct rows that its part of the batch needs, computes
-    their gradients, and sends them to the owners, which alone update rows and slots. All tables
-    share these messages. They have room for as many rows as the first batch needs, or for
-    ``capacity_factor`` times the average number of ids; what finds no room is sent in another
-    round, so the result is exact for any ids, in bounded memory. In several rounds each row must
-    be updated by itself, and untouched rows must not change: "lazy" and "linear" optimizers, and
-    :func:`optzoo.on_rows`. This is proved when the step is traced. All others, such as
-    :func:`optzoo.adam`, need ``capacity_factor=None``. With :func:`optzoo.caught_up` around Adam,
-    whose owners catch up rows when they are read, any number of rounds is possible.
+    Each device requests the distinct rows of its part of the batch from their owners, computes the
+    gradients of these rows and sends them to the owners, which update rows and slots. All tables
+    share these messages. The capacity of a message is the number of rows that the first batch
+    needs, or ``capacity_factor`` times the average number of ids. Rows that exceed it are sent in
+    another round, so the result is exact for any ids, in bounded memory. Several rounds need an
+    optimizer that updates each row by itself and leaves untouched rows unchanged: "lazy" and
+    "linear" optimizers, and :func:`optzoo.on_rows`. This is verified when the step is traced. Other
+    optimizers, such as :func:`optzoo.adam`, need ``capacity_factor=None``, or
+    :func:`optzoo.caught_up` around them, with which the owners catch up rows when they are read,
+    and which supports any number of rounds.
 
-    Norms of gradients by transformations of this library, such as
-    :func:`optzoo.clip_by_global_norm`, count all shards and all rounds. What uses a norm, or
-    anything else, of the rows of one shard alone is refused, whatever the rounds.
+    Gradient norms in transformations of this library, such as :func:`optzoo.clip_by_global_norm`,
+    include all shards and all rounds. An optimizer that uses a norm, or any other value, of only
+    one shard is refused.
 
     Parameters and state are donated, as in :func:`optzoo.minimize`: use only the arrays that a step
-    returns. On several CPU devices, JAX 0.10.2 may end the process if an old one is read.
+    returns. On several CPU devices, JAX 0.10.2 may end the process if a donated array is read.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optzoo
@@ -70,54 +71,52 @@ def sharded_minimize(
         4.0
 
     Args:
-        loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)``. A table has the
-            shape ``(num_rows, *row_shape)`` there, so its padding id is ``num_rows``. It can be
-            read by lookups and by gathers of whole rows, at ids that depend on no row of a table,
-            and used in no other way.
+        loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)``. In it, a table
+            has the shape ``(num_rows, *row_shape)``, and ``num_rows`` is the padding id. The loss
+            can use a table only by lookups and gathers of whole rows, at ids that do not depend on
+            rows of a table.
         tx: any optax transformation.
-        mesh: its axes that a table is not sharded over are data-parallel.
-        tables: by a pattern of names (:func:`optzoo.param_groups`) its sharding.
-            All other parameters are replicated, small tables by choice.
-        capacity_factor: the capacity of a message: a multiple of the average number of ids for an
-            owner, with a margin, as in :func:`optzoo.sharded.lookup`; None for one round for any
+        mesh: the devices. Axes over which a table is not sharded are data-parallel.
+        tables: a dict from patterns of names (:func:`optzoo.param_groups`) to shardings. All other
+            parameters, such as small tables, are replicated.
+        capacity_factor: the capacity of a message, as a multiple of the average number of ids per
+            owner, with a margin, as in :func:`optzoo.sharded.lookup`. None needs one round for any
             ids, with messages and memory ``num_shards`` times as large. With ``"auto"`` the first
-            call finds ``n``, the most distinct ids of its batch that a device requests from one
-            owner. The capacity is then ``n + 2 sqrt(n)`` rows, at least that of a factor of 0.25
-            and at most that of 1.0, which suffices for random ids. Messages of at most 128 rows
-            use 1.0. ``compile_report``, and a step inside another program, use the capacity
-            measured in a call with the same shapes, or else 1.0.
-        max_norm: clips the global norm of all gradients, as :func:`optzoo.clip_by_global_norm`
-            at the start of ``tx`` does. It costs the same, but around :func:`optzoo.caught_up`
-            less, whose rows are then written once. In several rounds gradients are sent twice.
+            call measures ``n``, the largest number of distinct ids of its batch that a device
+            requests from one owner. The capacity is then ``n + 2 sqrt(n)`` rows, limited to the
+            range of the factors 0.25 to 1.0; 1.0 suffices for random ids. Messages of at most 128
+            rows use 1.0. ``compile_report``, and a step inside another program, use the capacity
+            that a call with the same shapes measured, otherwise 1.0.
+        max_norm: clips the global norm of all gradients, like :func:`optzoo.clip_by_global_norm` at
+            the start of ``tx``, at the same cost, or less with :func:`optzoo.caught_up`, whose rows
+            are then written once. In several rounds gradients are sent twice.
         transport: the dtype in which rows and gradients are sent, such as ``jnp.bfloat16``; None
             for that of the table.
-        parts: into how many parts of equal size the batch of a device is divided; the mean of
-            their losses is minimized. All are read before one update for all of them: the result
-            is that of one part, up to rounding. The rows and gradients of one part can be sent
-            while the loss of another one is computed. It pays off where ``compile_report`` shows
-            that a large network waits for them.
-        has_aux: whether ``loss_fn`` returns auxiliary data too.
-        sparse: for the tables that are not sharded, as in :func:`optzoo.minimize`.
-        min_rows: for the same, as in :func:`optzoo.minimize`.
-        native: whether the optimizer runs as native loops on the CPU, as in
-            :func:`optzoo.minimize`.
+        parts: the number of equal parts into which the batch of a device is divided; the mean of
+            their losses is minimized. The rows of all parts are read before the single update, so
+            the result equals that of one part, up to rounding. Rows and gradients of one part can
+            be sent while the loss of another part is computed. Use it if ``compile_report`` shows
+            that a large network waits for messages.
+        has_aux: whether ``loss_fn`` also returns auxiliary data.
+        sparse: for tables that are not sharded, as in :func:`optzoo.minimize`.
+        min_rows: for tables that are not sharded, as in :func:`optzoo.minimize`.
+        native: whether the optimizer runs as native code on the CPU, as in :func:`optzoo.minimize`.
 
     Raises:
-        TypeError: if an argument is of another kind than described.
+        TypeError: if an argument has a wrong type.
         ValueError: if an argument is out of range, the mesh lacks an axis, a pattern matches no
-            parameter or two match one; at trace time if a table has another number of rows than its
-            sharding, if it is used in another way than described, if the optimizer uses
-            a norm of one shard or needs ``capacity_factor=None``, if something in ``tx`` changes an
-            update of :func:`optzoo.caught_up`, or if native code is required and XLA updates some
-            arrays.
+            parameter, or two patterns match the same one; at trace time, if the number of rows of a
+            table differs from its sharding, if the loss uses a table in an unsupported way, if the
+            optimizer uses a norm of one shard or needs ``capacity_factor=None``, if a
+            transformation in ``tx`` changes the updates of :func:`optzoo.caught_up`, or if native
+            code is required and XLA would update some arrays.
         RuntimeError: at trace time, if native code is required and cannot run.
 
     Returns:
-        ``step(params, state, *batch, **extra_args) -> (params, state, loss)``, with ``aux`` as a
-        fourth if ``has_aux``, each array of it with one more leading axis over the devices, and
-        over the parts of the batch of each.
-        The arrays of ``batch`` are divided along their first axis over all axes of the mesh. The
-        extra args go to ``tx.update``.
+        ``step(params, state, *batch, **extra_args) -> (params, state, loss)``, followed by ``aux``
+        if ``has_aux``, whose arrays have an additional leading axis over the devices and the parts
+        of the batch of each. The arrays of ``batch`` are divided along their first axis over all
+        axes of the mesh. The extra args are passed to ``tx.update``.
     """
     return minimize(
         loss_fn,

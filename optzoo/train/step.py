@@ -1,4 +1,4 @@
-"""The train step: rows are read, the loss is differentiated, and tables and all else updated."""
+"""The train step: reads rows, differentiates the loss, updates tables and other parameters."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ from .refused_rows import check_rows, refused_rows
 
 
 class Model(NamedTuple):
-    """What a step minimizes, and by which optimizer."""
+    """The loss that a step minimizes, and its optimizer."""
 
     loss_fn: Callable[..., Any]
     tx: optax.GradientTransformationExtraArgs
@@ -40,7 +40,7 @@ class Model(NamedTuple):
     def of(
         cls, loss_fn: Any, tx: Any, has_aux: bool, sparse: Any, min_rows: Any, native: Native
     ) -> "Model":
-        """The same; raises ``TypeError`` or ``ValueError`` for arguments that are none of these."""
+        """The checked model; raises ``TypeError`` or ``ValueError`` for invalid arguments."""
         check_transformation(tx=tx)
         check_flags(has_aux=has_aux)
         rows = RowsSetting.of(sparse, min_rows)
@@ -51,7 +51,7 @@ class Model(NamedTuple):
 
     @property
     def deferred(self) -> DeferredOptimizer | None:
-        """What :func:`optzoo.caught_up` made, if the optimizer is that."""
+        """The optimizer, if :func:`optzoo.caught_up` made it."""
         return about_of(self.tx).deferred
 
     def loss_of(self, treedef: Any, batch: Sequence[Any]) -> Callable[..., tuple[Any, Any]]:
@@ -64,7 +64,7 @@ class Model(NamedTuple):
 
     @staticmethod
     def check(params: Any) -> None:
-        """Raises ``TypeError`` if a parameter has no gradient; ``StateError`` if it is a state."""
+        """Raises ``TypeError`` if a parameter is not differentiable; ``StateError`` for a state."""
         refuse_swapped(params)
         check_no_module(params)
         for path, x in leaves_with_path(params):
@@ -79,10 +79,10 @@ class Model(NamedTuple):
         *,
         in_loop: bool = False,
     ) -> tuple[Any, Any]:
-        """The parameters and the state after an update, which is final.
+        """The parameters and the state after the final update of a step.
 
-        In a loop XLA for GPUs would compute the update of a table from its slots after these have
-        changed, and copy them for that.
+        ``in_loop`` keeps XLA on GPUs from computing the update of a table after its slots have
+        changed, for which it would copy them.
         """
         update = functools.partial(self.tx.update, grads, state, params)
         check_all_read(self.tx, update, extra_args)
@@ -104,13 +104,13 @@ class Model(NamedTuple):
     def run(
         self, f: Callable[[Any, Any], tuple[Any, Any]], params: Any, state: Any
     ) -> tuple[Any, Any]:
-        """The next parameters and state, which ``f(params, state)`` gives; natively if asked."""
+        """The next parameters and state, by ``f(params, state)``; as native code if requested."""
         return self.run_and_read(lambda p, s: (f(p, s), ()), params, state)[0]
 
     def run_and_read(
         self, f: Callable[[Any, Any], tuple[tuple[Any, Any], Any]], params: Any, state: Any
     ) -> tuple[tuple[Any, Any], Any]:
-        """As :meth:`run`; and something else, which ``f`` gives, too."""
+        """Like :meth:`run`, with an additional result of ``f``."""
         # In the order of the donated arguments: JAX pairs buffers by order, and a wrong pair
         # costs a copy of each table.
         if not self.native:
@@ -118,14 +118,14 @@ class Model(NamedTuple):
         return natively(f, params, state, required=self.native == "require")
 
     def read(self, f: Callable[[], Any]) -> Any:
-        """What ``f()`` gives, which reads rows; natively if asked."""
+        """The result of ``f()``, which reads rows; as native code if requested."""
         return self.run_and_read(lambda *_: (((), ()), f()), (), ())[1]
 
 
 class Tables:
     """The tables of a model in a step: how their rows are read and updated.
 
-    Here they are arrays in which all rows are as of now. The loss reads them itself.
+    In this class they are arrays whose rows are all current. The loss reads them itself.
     """
 
     # The leaves of which rows are read before the loss runs.
@@ -142,17 +142,17 @@ class Tables:
         self.wanted = model.rows.of_tree(params, [f"'{name}'" for name in self.names])
 
     def leaves(self) -> list[Array]:
-        """The parameters as the loss sees them."""
+        """The parameters that the loss gets."""
         return jax.tree.leaves(self.params)
 
     def catch_up(self, loss: Loss) -> frozenset[int]:
-        """Makes ready what the loss reads as a whole; gives leaves that it then reads itself."""
+        """Catches up the tables that the loss reads as a whole, and returns their indices."""
         return frozenset()
 
     def with_taps(self, traced: TracedLoss, extra_args: Mapping[str, Any]) -> Loss:
-        """The loss with taps for lookups, and for gathers of tables whose rows ``tx`` takes.
+        """The loss with taps for lookups, and for gathers if ``tx`` supports row-sparse gradients.
 
-        Raises ``ValueError`` for what a loss cannot do; reports dense gradients.
+        Raises ``ValueError`` for unsupported reads of a table; reports dense gradients.
         """
         gathers = self.wanted.gathers(traced, self.only_by_rows)
         loss = traced.with_taps(self.elsewhere, gathers)
@@ -170,24 +170,24 @@ class Tables:
         return loss
 
     def check(self, loss: Loss) -> None:
-        """Raises ``ValueError`` for what a loss cannot do; reports dense gradients."""
+        """Raises ``ValueError`` for unsupported reads of a table; reports dense gradients."""
         self.wanted.report(loss)
 
     def read(self, ids: Sequence[Mapping[int, Array]]) -> list[dict[int, Array]]:
-        """For each part of the batch, by leaves that are elsewhere, the rows of their ids.
+        """For each part of the batch, the rows of its ids, by the index of the table.
 
-        They are as the loss is to see them.
+        The loss gets these rows.
         """
         return [{} for _ in ids]
 
     def read_further(self, part: int, rows: Mapping[int, Array]) -> Mapping[int, Array]:
-        """The rows of a part of the batch, with those that did not come with the first ones."""
+        """The rows of a part of the batch, with rows that did not fit into the first round."""
         return rows
 
     def update(
         self, found: Sequence[Gradients], extra_args: Mapping[str, Any]
     ) -> tuple[Any, Any, Array]:
-        """The parameters, the state and the loss after the update, by that of each part."""
+        """The parameters, the state and the loss after the update by the gradients of all parts."""
         [of_batch] = found
         grads = self.treedef.unflatten(of_batch.of_leaves)
         params = self.params
@@ -201,18 +201,21 @@ class Tables:
         return {"value": value, **extra_args} if needs_loss(self.state) else extra_args
 
 
-_NO_ROWS = "{} in tx takes no rows as its gradient. Those of optzoo do, and optzoo.on_rows(tx) does"
+_NO_ROWS = (
+    "{} in tx does not support row-sparse gradients. Use a transformation of optzoo, or "
+    "optzoo.on_rows(tx)"
+)
 
 
 def train_step(
     tables: Tables, parts: Sequence[Sequence[Any]], extra_args: Mapping[str, Any]
 ) -> tuple[Any, Any, Any, list[Any]]:
-    """The parameters, the state, the loss and for each part the auxiliary data, after a step.
+    """The parameters, the state, the loss, and the auxiliary data of each part, after a step.
 
     Args:
         tables: how rows are read and updated.
-        parts: of the batch, of the same shapes. All are read before the update.
-        extra_args: of the update.
+        parts: the parts of the batch, of equal shapes. All are read before the update.
+        extra_args: extra args of the update.
     """
     traced = [trace_loss(tables.model.loss_of(tables.seen, x), tables.leaves()) for x in parts]
     first = tables.with_taps(traced[0], extra_args)
@@ -240,19 +243,19 @@ def train_step(
 def _check_ids(loss: Loss, flat: Sequence[Array]) -> None:
     if loss.ids_depend_on_rows(flat):
         raise ValueError(
-            "ids depend on looked-up rows, but deferred rows or are on other devices are read "
-            "before the loss runs: use optzoo.rows.catch_up or optzoo.sharded.lookup and "
+            "ids depend on looked-up rows, but rows that are deferred or on other devices are "
+            "read before the loss runs: call optzoo.rows.catch_up or optzoo.sharded.lookup and "
             "tx.update in a step of your own"
         )
 
 
 def report_reads(name: str, sparse: Sparse) -> None:
-    """Warns of a table with a sparse gradient all of whose rows must be caught up, or raises."""
+    """Warns of, or refuses, a table with a sparse gradient all of whose rows must be caught up."""
     if sparse == "allow":
         return
     text = (
-        f"the loss reads table '{name}' not by lookups alone, so all its rows are caught up in "
-        "each step, which takes a pass over the table"
+        f"the loss does not read table '{name}' by lookups only, so each step catches up all its "
+        "rows, in a pass over the table"
     )
     if sparse == "require":
         raise ValueError(f"{text}. With sparse='allow' this is permitted")

@@ -65,7 +65,7 @@ def test_a_gradient_outside_of_the_box_of_its_parameter(kind):
     x, tx = np.ones((16, 6), "float32"), optzoo.lazy_adam(0.1)
     params = {"w": BOXES[kind](x)}
     for g in (x, optzoo.SparseRows(np.arange(2), x[:2], 16)):
-        with pytest.raises(ValueError, match=f"'w' is in a {kind} and its gradient is not"):
+        with pytest.raises(ValueError, match=f"'w' is in a {kind}, but its gradient is not"):
             tx.update({"w": g}, tx.init(params), params)
 
 

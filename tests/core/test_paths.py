@@ -158,7 +158,7 @@ def test_a_function_sees_rows_as_their_array():
     }
     got = resolve_mask(lambda tree: jax.tree.map(lambda x: x.shape == (3, 2), tree), grads)
     assert got == {"table": True, "rest": (False, False, optax.MaskedNode())}
-    with pytest.raises(TypeError, match="True or False for each parameter, got None in it"):
+    with pytest.raises(TypeError, match="True or False for each parameter, got None"):
         resolve_mask({**dict.fromkeys(X, True), "table": None}, X)
 
 

@@ -85,7 +85,7 @@ def test_strict_promotion_of_rows_of_another_dtype(coalesced):
 
 
 def test_does_not_add_to_another_shape():
-    with pytest.raises(ValueError, match=r"\(5, 2\) do not fit \(6, 2\)"):
+    with pytest.raises(ValueError, match=r"\(5, 2\) do not match an array of shape \(6, 2\)"):
         jnp.zeros((6, 2)) + SOME
 
 

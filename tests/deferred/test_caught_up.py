@@ -220,7 +220,7 @@ def test_a_rate_inside_the_momentum():
             p, state, _ = step(p, state, ids, learning_rate=0.01 * (1 + t % 3))
         ends.append(optzoo.eval_params(p, state) if each is tx else p)
     chex.assert_trees_all_close(*ends, rtol=1e-4, atol=1e-5)
-    with pytest.raises(TypeError, match="nothing in this transformation reads 'wrong'"):
+    with pytest.raises(TypeError, match="this transformation does not use 'wrong'"):
         optzoo.minimize(few_loss, tx)(p, tx.init(p), ids, wrong=1.0)
 
 
@@ -265,7 +265,9 @@ def test_other_readers():
     assert not np.array_equal(current["users"], p["users"])
     chex.assert_trees_all_equal(optzoo.eval_params(p, state), current)
     assert optzoo.slot_names(flushed) == ("m", "v")
-    with pytest.raises(ValueError, match="no rows are deferred in this state"):
+    with pytest.raises(
+        ValueError, match=r"no part made by optzoo\.caught_up, so no rows are deferred"
+    ):
         optzoo.rows.catch_up(p, state.inner)
 
 
@@ -408,7 +410,7 @@ def test_a_checkpoint_keeps_the_law(through, tmp_path):
 def test_another_law_in_a_checkpoint_is_refused(through, tmp_path):
     p, state, _ = train(DEFERRED, 3)
     other = optzoo.caught_up(optzoo.adam(0.1, b2=0.99), mask=TABLES)
-    with pytest.raises(ValueError, match="another window"):
+    with pytest.raises(ValueError, match="clock of this state has window and horizon"):
         restored = through(state, other.init(p), tmp_path)
         optzoo.minimize(loss, other)(p, restored, batches(1)[0])
 
@@ -420,13 +422,16 @@ def test_settings_that_change():
     deferred = lambda inner, horizon=1: optzoo.caught_up(inner, mask=TABLES, horizon=horizon)
     trace(deferred(optzoo.adam(0.1)))  # the same rows
     for other, message in (
-        (deferred(optzoo.adam(0.1, b2=0.99)), "another window and horizon"),
+        (deferred(optzoo.adam(0.1, b2=0.99)), "the clock of this state has window and horizon"),
         (deferred(optzoo.nadam(0.1)), "deferred by the decay rule"),
-        (deferred(optzoo.adam(0.1), horizon=1000), "another window and horizon"),
+        (
+            deferred(optzoo.adam(0.1), horizon=1000),
+            "the clock of this state has window and horizon",
+        ),
     ):
         with pytest.raises(ValueError, match=rf"{message}.*catch_up.*take_over"):
             trace(other)
-    with pytest.raises(ValueError, match="is a CaughtUpState, got tuple"):
+    with pytest.raises(ValueError, match="must be a CaughtUpState, got tuple"):
         trace(DEFERRED, ADAM.init(p))
 
 
@@ -456,9 +461,7 @@ def test_numbers_that_change_while_rows_are_deferred():
 
 def test_what_may_be_deferred():
     for inner in (optax.adam(0.1), optzoo.adagrad(0.1)):
-        with pytest.raises(
-            TypeError, match=r"no decay rule .* Those that have one: adam, adamw, nadam"
-        ):
+        with pytest.raises(TypeError, match=r"no decay rule .* Supported: adam, adamw, nadam"):
             optzoo.caught_up(inner)
     for inner in (optzoo.momentum(0.1, 0.9), optzoo.rmsprop(0.1), optzoo.lazy_adam(0.1)):
         with pytest.raises((TypeError, ValueError), match="dense=True"):
@@ -478,12 +481,12 @@ def test_what_may_be_deferred():
     for init in (lambda p: (), lambda p: (plain.init(p), plain.init(p))):
         with pytest.raises(TypeError, match="must be one optimizer of optzoo with slots"):
             optzoo.caught_up(Optimizer(init, plain.update, plain.about)).init({})
-    with pytest.raises(TypeError, match="must be Python numbers, not traced ones"):
+    with pytest.raises(TypeError, match="must be Python numbers, not traced as by optax"):
         jax.eval_shape(lambda b1: optzoo.caught_up(optzoo.adam(0.1, b1)).init({}), 0.9)
-    with pytest.raises(TypeError, match="'large' has slots in bfloat16: rounded to the nearest"):
+    with pytest.raises(TypeError, match="'large' has slots in bfloat16: with rounding to nearest"):
         short = optzoo.slots_dtype(optzoo.adam(0.1), "bfloat16")
         optzoo.caught_up(short).init({"large": jnp.ones((5000, 1), jnp.bfloat16)})
-    with pytest.raises(TypeError, match="'layer/scale' has no rows"):
+    with pytest.raises(TypeError, match=r"'layer/scale' has shape \(\), without an axis of rows"):
         optzoo.caught_up(optzoo.adam(0.1), mask=True).init(params())
     state = optzoo.caught_up(optzoo.adam(0.1)).init({"large": jnp.ones((5000, 1)), **params()})
     assert [a.shape for a in jax.tree.leaves(state.last)] == [(5000,)]
@@ -545,13 +548,13 @@ FOLLOWED = {
 def test_nothing_may_change_the_update(name):
     tx, p, ids = optzoo.caught_up(optzoo.adam(0.1), mask=TABLES), params(), batches(1)[0]
     followed = FOLLOWED[name](tx)
-    reason = "does not pass the keywords of its update on.*" if name == "wrapper" else ""
-    with pytest.raises(
-        ValueError, match=rf"{reason}changed after it was made.* the last of its optax"
-    ):
+    reason = "a transformation changes the update of table"
+    if name == "wrapper":
+        reason = "does not pass on the keyword arguments of update.* cannot be detected"
+    with pytest.raises(ValueError, match=rf"{reason}.* the last of its optax"):
         optzoo.minimize(loss, followed)(p, followed.init(p), ids)
     if name not in ("named_chain", "wrapper"):
-        with pytest.raises(ValueError, match=r"number 1 of 2 .* the last of its optax"):
+        with pytest.raises(ValueError, match=r"transformation 1 of 2 .* the last of its optax"):
             optzoo.rows.catch_up(p, followed.init(p), {"users": ids})
 
 
@@ -669,7 +672,7 @@ def test_what_a_step_needs():
         ValueError, match=r"as in caught_up\(moving_average\(adam\(rate\), decay\)\)"
     ):
         optzoo.minimize(loss, averaged)(p, averaged.init(p), ids)
-    with pytest.raises(ValueError, match=r"got average_decay=, but .* leave it out"):
+    with pytest.raises(ValueError, match=r"got average_decay=, but .* omit it"):
         inside = optzoo.caught_up(optzoo.moving_average(optzoo.adam(0.1)), mask=TABLES)
         optzoo.minimize(loss, inside)(p, inside.init(p), ids, average_decay=0.5)
     guarded = optax.apply_if_finite(tx, 3)

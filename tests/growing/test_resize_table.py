@@ -317,7 +317,9 @@ def test_sharded_tables_in_lines():
     same(y["emb"], optzoo.sharded.create_table(new, mesh, rows_of, lines=True))
     for array in y["emb"].value, optzoo.get_slot(state, "m")["emb"].value:
         assert array.sharding.is_equivalent_to(NamedSharding(mesh, new.spec), array.ndim)
-    with pytest.raises(ValueError, match="do not fill lines of 64 rows: give multiple=128"):
+    with pytest.raises(
+        ValueError, match="are not a multiple of the 64 rows of a line: give multiple=128"
+    ):
         f(shardings={"emb": (old, optzoo.sharded.RowSharding(200, 2, multiple=1))})
 
 
@@ -403,16 +405,20 @@ def test_collected_rows_that_are_dropped_are_forgotten():
         ({"tables": {"mlp/b": 8}}, ValueError, "'mlp/b' is a number and has no rows"),
         ({"tables": {"emb": 8.0}}, TypeError, "tables['emb'] must be an int, got 8.0"),
         ({"tables": {"emb": 0}}, ValueError, "tables['emb'] must be at least 1, got 0"),
-        ({"tables": 8}, TypeError, "tables must be a dict by patterns"),
+        ({"tables": 8}, TypeError, "tables must be a dict from patterns"),
         ({"init": 0.0}, TypeError, "init must be a function of ids or a dict"),
         ({"init": {"x": rows_of}}, ValueError, "init: no parameter matches ['x']"),
         ({"init": lambda ids: jnp.ones((len(ids), 3))}, ValueError, "rows of shape (3, 2) for 3"),
         ({"tx": None}, TypeError, "tx must be an optax transformation"),
-        ({"tx": optzoo.momentum(0.1, 0.9)}, StateError, "the state does not fit"),
-        ({"state": LAZY().init({"emb": jnp.ones(5)})}, StateError, "the state does not fit"),
-        ({"state": LAZY().init(params(MORE))}, StateError, "the state does not fit"),
-        ({"shardings": {"emb": 3}}, TypeError, "a pair of optzoo.sharded.RowSharding"),
-        ({"shardings": [3]}, TypeError, "shardings must be a dict by patterns"),
+        ({"tx": optzoo.momentum(0.1, 0.9)}, StateError, "the state does not match"),
+        ({"state": LAZY().init({"emb": jnp.ones(5)})}, StateError, "the state does not match"),
+        ({"state": LAZY().init(params(MORE))}, StateError, "the state does not match"),
+        (
+            {"shardings": {"emb": 3}},
+            TypeError,
+            "a pair of the old and the new optzoo.sharded.RowSharding",
+        ),
+        ({"shardings": [3]}, TypeError, "shardings must be a dict from patterns"),
     ],
 )
 def test_bad_arguments(change, error, message):

@@ -142,8 +142,8 @@ def test_nothing_is_counted_when_an_id_turns_out_not_to_be_hashable():
         (lambda: Vocabulary(4.0), TypeError, "capacity must be an int"),
         (lambda: Vocabulary(4, admit_after=0), ValueError, "admit_after must be at least 1"),
         (lambda: Vocabulary(4, evict_after=0), ValueError, "evict_after must be at least 1"),
-        (lambda: Vocabulary(4).grow(3), ValueError, "at least the present one, 4, got 3"),
-        (lambda: Vocabulary.from_state_dict({}), ValueError, "it lacks"),
+        (lambda: Vocabulary(4).grow(3), ValueError, "at least 4, the present capacity, got 3"),
+        (lambda: Vocabulary.from_state_dict({}), ValueError, "but lacks"),
     ],
 )
 def test_arguments_out_of_range(make, error, message):
@@ -160,7 +160,7 @@ def test_a_state_that_would_share_rows_is_refused(change):
     state = vocabulary.state_dict()
     assert Vocabulary.from_state_dict(state).state_dict() == state
     seen = state["seen"][: len(change.get("ids", state["ids"]))]
-    with pytest.raises(ValueError, match="state is not consistent"):
+    with pytest.raises(ValueError, match="state is inconsistent"):
         optzoo.growing.Vocabulary.from_state_dict({**state, "seen": seen, **change})
 
 
@@ -209,7 +209,7 @@ def test_saved_numbers_of_another_kind(change, error):
     vocabulary.observe([7, 7, 8, 8, 9])
     state = vocabulary.state_dict()
     assert Vocabulary.from_state_dict(state).state_dict() == state
-    with pytest.raises(error, match=r"state is not consistent|state.* must have integers"):
+    with pytest.raises(error, match=r"state is inconsistent|state.* must contain only integers"):
         Vocabulary.from_state_dict({**state, **change})
 
 

@@ -143,5 +143,5 @@ def test_how_long_rows_rest():
 
 def test_a_small_cache_needs_a_mask():
     store = optzoo.host.HostTable(table(5000), optzoo.caught_up(ADAM), CACHE)
-    with pytest.raises(ValueError, match="whose mask names the tables"):
+    with pytest.raises(ValueError, match="whose mask matches the tables"):
         store.init(others())

@@ -268,10 +268,10 @@ def test_two_stores_on_one_folder(tmp_path):
 
 
 OTHER = {
-    "rows": (lambda: {"rows": table(ROWS + 1)}, ValueError, r"{'table': 60} rows, and rows has"),
+    "rows": (lambda: {"rows": table(ROWS + 1)}, ValueError, r"{'table': 60} rows, but rows has"),
     "width": (lambda: {"rows": table(row=(3,))}, StateError, "the flush in the folder is of anoth"),
     "optimizer": (lambda: {"tx": optzoo.adagrad(0.1)}, StateError, "of another optimizer"),
-    "dtype": (lambda: {"rows": table(dtype=np.float16)}, StateError, "dtype float32, and this st"),
+    "dtype": (lambda: {"rows": table(dtype=np.float16)}, StateError, "dtype float32, but this st"),
 }
 
 
@@ -285,7 +285,7 @@ def test_a_folder_of_something_else(tmp_path, name):
     with pytest.raises(error, match=message):
         optzoo.host.HostTable(**given).init(others())
     other = {"w": jnp.ones(3)}
-    with pytest.raises(StateError, match=r"parameter 'w' of shape \[8\] and dtype float32, and"):
+    with pytest.raises(StateError, match=r"parameter 'w' of shape \[8\] and dtype float32, but"):
         store = opened(tmp_path)
         store.init(other)
     store.close()
@@ -300,7 +300,7 @@ def test_a_folder_of_another_version(tmp_path):
     store.close()
     about = json.loads((tmp_path / "flush.json").read_text())
     (tmp_path / "flush.json").write_text(json.dumps(about | {"format": 99}))
-    with pytest.raises(ValueError, match="of another version of optzoo, with the format 99"):
+    with pytest.raises(ValueError, match="has the format 99 of another version of optzoo"):
         opened(tmp_path)
 
 

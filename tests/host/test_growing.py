@@ -218,7 +218,7 @@ def test_a_vocabulary_that_waits_grows_with_its_table():
 def test_an_initializer_of_another_shape():
     shape = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     store = optzoo.host.HostTable(shape, adam(), CACHE, init=lambda ids: jnp.ones((2, 2)))
-    with pytest.raises(ValueError, match="init must give rows of shape"):
+    with pytest.raises(ValueError, match="init must return rows of shape"):
         store.init(others())
 
 

@@ -147,7 +147,7 @@ def test_swaps_out_of_turn():
         store.swap(params, state)
     loop = store.ahead(batches(), ids=first)
     next(loop)
-    with pytest.raises(RuntimeError, match="another loop of this store is not at its end"):
+    with pytest.raises(RuntimeError, match="another loop of this store is not finished"):
         next(store.ahead(batches(), ids=first))
     with pytest.raises(RuntimeError, match="swap was not called for a batch"):
         next(loop)
@@ -165,7 +165,7 @@ def test_a_second_init_is_refused(mapped, tmp_path):
     folder = {"folder": tmp_path} if mapped else {}
     store = optzoo.host.HostTable(table(), adam(), CACHE, **folder)
     store.init(others())
-    with pytest.raises(RuntimeError, match="init: the store has rows already"):
+    with pytest.raises(RuntimeError, match="init: the store is already initialized"):
         store.init(others())
 
 
@@ -276,11 +276,11 @@ WRONG = {
     "no rows": ({"rows": np.ones((0, 2))}, TypeError, "must have rows of real numbers"),
     "a number": ({"rows": np.float32(1)}, TypeError, "must have rows of real numbers"),
     "no tables": ({"rows": {}}, ValueError, "rows must have a table"),
-    "read only": ({"rows": np.broadcast_to(1.0, (3, 2))}, ValueError, "cannot be written to"),
-    "lines": ({"rows": "lines"}, TypeError, "is in lines, which a cache cannot have"),
+    "read only": ({"rows": np.broadcast_to(1.0, (3, 2))}, ValueError, "is a read-only array"),
+    "lines": ({"rows": "lines"}, TypeError, "is in lines, which a cache does not support"),
     "cache_rows": ({"cache_rows": 0}, ValueError, "cache_rows must be at least 1"),
     "no cache_rows": ({"cache_rows": {}}, TypeError, "cache_rows must be an int"),
-    "other names": ({"cache_rows": {"x": 3}}, ValueError, r"cache_rows: rows has no tables \['x'"),
+    "other names": ({"cache_rows": {"x": 3}}, ValueError, r"cache_rows has the names \['x'"),
     "policy": ({"policy": "fifo"}, ValueError, "policy must be one of lfu, lru"),
     "tx": ({"tx": 3}, TypeError, "tx must be"),
     "init": ({"init": 3}, TypeError, "init must be a function"),
@@ -288,12 +288,12 @@ WRONG = {
     "short vocabulary": (
         {"vocabulary": optzoo.growing.Vocabulary(7)},
         ValueError,
-        "vocabulary has 7 rows, and table 'table' 60",
+        "vocabulary has 7 rows, but table 'table' has 60",
     ),
     "sharding": (
         {"sharding": optzoo.sharded.RowSharding(CACHE, 2)},
         ValueError,
-        "sharding is for the devices of a mesh",
+        "sharding needs a mesh",
     ),
 }
 
@@ -325,7 +325,7 @@ def test_processes_that_share_a_mesh_are_refused():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments, "check_axes", lambda *_: 2)
-        with pytest.raises(ValueError, match="HostTable is for one process"):
+        with pytest.raises(ValueError, match="HostTable supports one process only"):
             optzoo.host.HostTable(table(), adam(), CACHE, mesh=Mesh())
 
 

@@ -107,7 +107,7 @@ def test_checkpoints_of_shards():
 def test_a_sharding_of_another_size():
     mesh = mesh_of(2)
     s = optzoo.sharded.RowSharding(18, 2)
-    with pytest.raises(ValueError, match="has num_rows=18, and cache_rows is 17"):
+    with pytest.raises(ValueError, match="has num_rows=18, but cache_rows is 17"):
         optzoo.host.HostTable(table(), adam(), 17, sharding=s, mesh=mesh)
     with pytest.raises(TypeError, match="sharding must be an optzoo"):
         optzoo.host.HostTable(table(), adam(), 17, sharding=3, mesh=mesh)

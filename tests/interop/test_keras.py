@@ -236,7 +236,7 @@ def test_a_schedule_of_optax():
         updates, state = tx.update(ones, state, x)
         np.testing.assert_allclose(updates["w"], -rate)
     tx = keras_optimizer(K.SGD(lambda step: jnp.ones(2)))
-    with pytest.raises(ValueError, match="the schedule of learning_rate must return one number"):
+    with pytest.raises(ValueError, match="the schedule of learning_rate must return a scalar"):
         tx.update(ones, tx.init(x), x)
 
 

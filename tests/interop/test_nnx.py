@@ -209,10 +209,10 @@ def test_parameters_to_evaluate():
     got = optzoo.eval_params(params, state)
     jax.tree.map(lambda a, x: np.testing.assert_allclose(a, x - 0.5, rtol=1e-6), got, start)
 
-    remedy = r"give params, state = optzoo\.nnx_split\(model, optimizer\)"
+    remedy = r"use params, state = optzoo\.nnx_split\(model, optimizer\)"
     for state in (nnx.state(optimizer), optimizer):
         with pytest.raises(
-            TypeError, match=rf"that of tx, got an nnx\.(State|Optimizer): .*{remedy}"
+            TypeError, match=rf"a state of tx, got an nnx\.(State|Optimizer): .*{remedy}"
         ):
             optzoo.eval_params(params, state)
     for given in (nnx.state(table, nnx.Param), table, params):
@@ -376,7 +376,7 @@ def test_a_module_that_holds_more_than_parameters():
     """What the loss changes in it would be lost: ``value_and_grad`` and ``minimize`` refuse it."""
     norm, x = nnx.BatchNorm(2, rngs=nnx.Rngs(0)), jnp.ones((3, 2))
     of_norm = lambda norm, x: jnp.sum(norm(x))
-    text = "'mean' of the BatchNorm is no nnx.Param: use optzoo.nnx_minimize"
+    text = "'mean' of the BatchNorm is not an nnx.Param: use optzoo.nnx_minimize"
     with pytest.raises(TypeError, match=text):
         optzoo.value_and_grad(of_norm)(norm, x)
     tx = optzoo.adam(0.1)

@@ -193,7 +193,7 @@ def test_a_cond_with_another_use():
     for ids in (IDS, IDS + 1):
         check(loss, TABLE, ids, sparse=False)
     loss = lambda t, i: lax.cond(i[0] == 0, look, lambda t, i: t[0, 0] * 3, 2 * t, i)
-    with pytest.warns(optzoo.DenseGradientWarning, match="a lookup reads what mul made of it"):
+    with pytest.warns(optzoo.DenseGradientWarning, match="a lookup reads the result of mul"):
         jax.eval_shape(optzoo.value_and_grad(loss), TABLE, IDS)
 
 

@@ -1,10 +1,9 @@
-"""``make mutants``: changes the code in one place, and looks whether a test fails; again and again.
+"""``make mutants``: repeatedly changes the code in one place, and checks that a test fails.
 
     python -m tests.mutants --number 60 --seed 1 [--changed-since REVISION] [FILES OR FOLDERS]
 
-The tests of ``make test`` are run, and where they find nothing, the others of ``make test-full``.
-Those of a line come first. The copies of the project, what is recorded and the results are in
-``.venv/mutants``.
+Runs the tests of ``make test``, and if none fails, the others of ``make test-full``, beginning with
+the tests of the changed line. Copies of the project, records and results are in ``.venv/mutants``.
 """
 
 import argparse
@@ -36,22 +35,28 @@ FOUND, SURVIVED, ENDLESS, KNOWN = "found", "survived", "timed out", "explained"
 
 
 def main(argv=None) -> int:
-    """Tests mutants; the exit status is 1 if one survives that is not explained."""
+    """Tests mutants; the exit status is 1 if one survives without an explanation."""
     parser = argparse.ArgumentParser(prog="make mutants ARGS=...", description=__doc__)
-    parser.add_argument("paths", nargs="*", help="files or folders; all of optzoo/ but the race")
-    parser.add_argument("--number", type=int, default=60, help="how many mutants are drawn")
+    parser.add_argument(
+        "paths", nargs="*", help="files or folders; default: optzoo/ except the race"
+    )
+    parser.add_argument("--number", type=int, default=60, help="number of mutants")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument(
-        "--changed-since", metavar="REVISION", help="half of them in lines changed since then"
+        "--changed-since",
+        metavar="REVISION",
+        help="draw half of them from lines changed since a revision",
     )
     parser.add_argument(
-        "--limit", type=float, default=60, help="seconds of quick tests for each, and of full ones"
+        "--limit", type=float, default=60, help="time limits of quick and of full tests, in seconds"
     )
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="at the same time")
     parser.add_argument(
-        "--again", action="store_true", help="test again what quick tests did not find"
+        "--workers", type=int, default=os.cpu_count(), help="number of parallel tests"
     )
-    parser.add_argument("--old-record", action="store_true", help="do not record the tests anew")
+    parser.add_argument(
+        "--again", action="store_true", help="test again mutants that quick tests did not find"
+    )
+    parser.add_argument("--old-record", action="store_true", help="do not record the tests again")
     args = parser.parse_args(argv)
     files = _files(args.paths or ["optzoo"])
     chosen = _drawn(files, args.number, args.seed, args.changed_since)
@@ -71,7 +76,7 @@ def main(argv=None) -> int:
 
 
 class Results:
-    """A line of JSON for each mutant that was tested; the last one counts."""
+    """A line of JSON for each tested mutant; the last line of a mutant is used."""
 
     def __init__(self, path: pathlib.Path):
         self._path = path
@@ -83,7 +88,7 @@ class Results:
         return self._by_key.get(change.key)
 
     def add(self, change: Mutant, **result) -> None:
-        """Keeps a result at once, so that a run can be interrupted."""
+        """Writes a result immediately, so that a run can be interrupted."""
         result = {
             name: getattr(change, name) for name in ("key", "path", "kind", "before", "after")
         } | result
@@ -97,14 +102,14 @@ def _files(paths: list[str]) -> list[str]:
     for path in paths:
         full = ROOT / path
         if not full.exists():
-            raise SystemExit(f"there is no {path}: name files or folders in {ROOT}")
+            raise SystemExit(f"{path} does not exist: give files or folders in {ROOT}")
         found.update([full] if full.is_file() else full.rglob("*.py"))
     names = sorted(str(file.relative_to(ROOT)) for file in found)
     return [name for name in names if not name.startswith("optzoo/race/")]
 
 
 def _drawn(files, number, seed, revision):
-    """Of all places; half of them of those changed since a revision, if one is given."""
+    """Draws from all places; half of them from those changed since a revision, if given."""
     places = [site for file in files for site in sites(ROOT, file)]
     changed = _changed(revision) if revision else set()
     new = drawn([s for s in places if (s.path, s.line) in changed], number // 2, seed)
@@ -112,7 +117,7 @@ def _drawn(files, number, seed, revision):
 
 
 def _changed(revision: str) -> set[tuple[str, int]]:
-    """The lines that were changed, or are new, since a revision."""
+    """The lines changed or added since a revision."""
     diff = subprocess.run(
         ["git", "diff", "-U0", "--no-color", "--no-ext-diff", "--dst-prefix=b/", revision,
          "--", "optzoo"],
@@ -129,7 +134,7 @@ def _changed(revision: str) -> set[tuple[str, int]]:
 
 
 def _copy(folder: pathlib.Path) -> pathlib.Path:
-    """The project as it is now, to be changed."""
+    """A copy of the project, to be changed."""
     shutil.rmtree(folder, ignore_errors=True)
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -165,7 +170,7 @@ def _test_all(waiting, record, copies, results, limit):
 
 
 def _test(copy: pathlib.Path, change: Mutant, record: Record, limit: float) -> dict:
-    """The quick tests, then the others."""
+    """Runs the quick tests, then the others."""
     file, begun = copy / change.path, time.monotonic()
     original, left, tests = file.read_text(), dict.fromkeys(LEVELS, limit), 0
     result = dict(outcome=SURVIVED, level="")
@@ -194,7 +199,7 @@ def _test(copy: pathlib.Path, change: Mutant, record: Record, limit: float) -> d
 
 
 def _run(copy: pathlib.Path, chosen: list[str], seconds: float, patience: float):
-    """No test is begun after some seconds; one that still runs much later is endless."""
+    """Starts no test after a time limit; ends a test that runs much longer as endless."""
     if not chosen or seconds <= 0:
         return SURVIVED, ""
     names = copy / "chosen.json"
@@ -220,7 +225,7 @@ def _run(copy: pathlib.Path, chosen: list[str], seconds: float, patience: float)
 
 
 def _report(changes, results, reasons) -> int:
-    """Tables by folder and by kind. A mutant with which tests never end is found by their level."""
+    """Tables by folder and by kind. A mutant with endless tests is found by their level."""
     folders, kinds = (collections.defaultdict(collections.Counter) for _ in range(2))
     survivors = []
     for change in changes:
@@ -233,7 +238,7 @@ def _report(changes, results, reasons) -> int:
             cut = "; not all tests were run" if result["cut"] else ""
             _show(change, f"not found{cut}")
         elif how == FULL:
-            _show(change, f"found by {FULL} tests alone: {result['by']}")
+            _show(change, f"found by {FULL} tests only: {result['by']}")
         folders[change.path.split("/")[1].removesuffix(".py")][how] += 1
         kinds[change.kind][how] += 1
     for table in (folders, kinds):
@@ -243,7 +248,7 @@ def _report(changes, results, reasons) -> int:
 
 
 def _print(table: dict[str, collections.Counter]) -> None:
-    """Where faults live longest comes first."""
+    """Sorted by the survival of mutants, longest first."""
     outcomes = (*LEVELS, SURVIVED, KNOWN)
     print(
         "\n" + "".join(f"{name:>15}" for name in ("", *outcomes, "found of all", "quick of found"))
@@ -263,7 +268,7 @@ def _show(change: Mutant, what: str) -> None:
 
 
 def _reasons() -> dict[str, str]:
-    """By the keys of those that no user can observe."""
+    """The reasons of mutants that no user can observe, by their keys."""
     mutants = tomllib.loads(EXPLAINED.read_text()).get("mutant", [])
     return {entry["key"]: entry["reason"] for entry in mutants}
 

@@ -1,6 +1,6 @@
-"""For pytest: lists all tests and runs the quick ones, or runs chosen tests in the order given.
+"""A pytest plugin: lists all tests and runs the quick ones, or runs chosen tests in order.
 
-``MUTANTS_TESTS`` names the file for the former, ``MUTANTS_CHOSEN`` one with the chosen tests.
+``MUTANTS_TESTS`` is the file for the list, ``MUTANTS_CHOSEN`` the file with the chosen tests.
 """
 
 import json
@@ -20,7 +20,7 @@ _begun = time.monotonic()
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Notes which tests are full and leaves them out; or sorts those that are chosen."""
+    """Records and removes full tests; or sorts chosen tests."""
     if _CHOSEN:
         rank = {name: i for i, name in enumerate(json.loads(pathlib.Path(_CHOSEN).read_text()))}
         items[:] = sorted((x for x in items if x.nodeid in rank), key=lambda x: rank[x.nodeid])

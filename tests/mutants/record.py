@@ -1,7 +1,7 @@
-"""Which tests run which lines. The quick tests are run once, with coverage.
+"""Records which tests run which lines, by one run of the quick tests with coverage.
 
-A full test is taken to run what the quick cases of its function run; if it has none, what the tests
-of its file run. ``costs.json`` has the seconds.
+A full test is assumed to run the lines of the quick cases of its function, or, without these, of
+the tests of its file. ``costs.json`` has the times.
 """
 
 import collections
@@ -28,14 +28,14 @@ _LONGEST = 10.0  # seconds of a test; longer ones are not for mutants
 
 
 class Record:
-    """What was recorded of a tree."""
+    """The record of a tree."""
 
     def __init__(self, folder: pathlib.Path):
         is_full: dict[str, bool] = json.loads((folder / "tests.json").read_text())
         self._failing = folder / "failing.txt"
         self.failing = set(self._failing.read_text().splitlines())
         if self.failing:
-            print("These fail before anything is changed:", *sorted(self.failing), sep="\n  ")
+            print("These tests fail without changes:", *sorted(self.failing), sep="\n  ")
         tests = [name for name in is_full if expected(name) <= _LONGEST]
         self._quick = {name for name in tests if not is_full[name]} - self.failing
         self._of_file = _grouped((name for name in tests if is_full[name]), _file)
@@ -49,7 +49,7 @@ class Record:
 
     @classmethod
     def of(cls, copy: pathlib.Path, folder: pathlib.Path, *, old: bool, workers: int) -> "Record":
-        """The record of a copy of the project; made now if there is none for these files."""
+        """The record of a copy of the project, created if there is none for these files."""
         stamp = folder / "of.txt"
         now = _fingerprint(copy)
         if not stamp.exists() or (stamp.read_text() != now and not old):
@@ -74,17 +74,16 @@ class Record:
         return cls(folder)
 
     def leave_out(self, test: str) -> None:
-        """A test that fails before anything is changed."""
+        """Removes a test that fails without changes."""
         self.failing.add(test)
         with self._failing.open("a") as file:
             file.write(f"{test}\n")
 
     def rounds(self, path: str, code: str, line: int) -> list[tuple[str, list[str]]]:
-        """The tests of a line, with their level: some quick ones, the others, the full ones.
+        """The tests of a line, with their level: some quick ones, other quick ones, full ones.
 
-        A line that is run when the file is imported has all tests that run any line of the file.
-        A test that shares a compiled program runs no line of it, so the tests of the same files
-        are run too, at the end.
+        A line that runs at import has all tests that run any line of the file. A test that reuses a
+        compiled program runs none of its lines, so the tests of the same files are run last.
         """
         lines = self._lines.get(path, {})
         of_any_line = set().union(*lines.values()) or self._quick
@@ -107,19 +106,19 @@ class Record:
 
 
 class _Order:
-    """That of the tests of a line: those near first, then the cheap ones."""
+    """The order of the tests of a line: by distance, then by cost."""
 
     def __init__(self, path: str):
         file = pathlib.PurePath(path)
         self._stem, self._folders = file.stem, {*file.parts[1:-1]}
 
     def distance(self, test: str) -> int:
-        """0 for tests of the file, 1 for those of its folders, 2 for the others."""
+        """0 for tests of the file, 1 for tests of its folders, 2 for others."""
         parts = {part.removeprefix("test_") for part in pathlib.PurePath(_file(test)[:-3]).parts}
         return 0 if self._stem in parts else 1 if self._folders & parts else 2
 
     def first(self, tests: set[str]) -> list[str]:
-        """A few cheap ones of each file: any finds most mutants."""
+        """A few cheap tests of each file, any of which finds most mutants."""
         files = _grouped(sorted(tests, key=self._of_test), _file)
         in_turn = sorted(files, key=lambda file: self._of_test(files[file][0]))[:_FILES]
         taken, left = set(), _FIRST
@@ -131,7 +130,7 @@ class _Order:
         return [name for file in in_turn for name in files[file] if name in taken]
 
     def of(self, tests: set[str]) -> list[str]:
-        """All: a case of each function, then the others; the tests of a file stay together."""
+        """All tests: a case of each function, then the others, grouped by file."""
         functions = _grouped(sorted(tests, key=self._of_test), function_of)
         one = [cases[0] for cases in functions.values()]
         others = [name for cases in functions.values() for name in cases[1:]]
@@ -148,7 +147,7 @@ class _Order:
 
 
 def failed(output: str) -> list[str]:
-    """The tests that failed, of what pytest has written."""
+    """The failed tests in the output of pytest."""
     found = re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", output, re.MULTILINE)
     return list(dict.fromkeys(found))
 
@@ -165,7 +164,7 @@ def _file(test: str) -> str:
 
 
 def _tests(contexts) -> set[str]:
-    """Of contexts such as ``tests/a.py::test_b|call``."""
+    """The tests of coverage contexts such as ``tests/a.py::test_b|call``."""
     return {name.rpartition("|")[0] for name in contexts if name}
 
 

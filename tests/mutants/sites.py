@@ -1,4 +1,4 @@
-"""The mutants of a file: the places that can be changed, by kind of fault, and the changed code."""
+"""The mutants of a file: places that can be changed, by kind of fault, and the changed code."""
 
 import ast
 import bisect
@@ -49,7 +49,7 @@ Edit = tuple[int, int, bytes]  # the bytes from here to there are replaced
 
 
 class Site(NamedTuple):
-    """A place in a file with one kind of fault, and the changes that make it."""
+    """A place in a file with one kind of fault, and its changes."""
 
     path: str  # relative to the root
     line: int
@@ -70,7 +70,7 @@ class Mutant(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The same after changes elsewhere in the file."""
+        """A key that does not depend on changes elsewhere in the file."""
         return _hash(self.path, self.before, self.after)[:12]
 
 
@@ -91,9 +91,9 @@ def sites(root: pathlib.Path, path: str) -> list[Site]:
 
 
 def drawn(all_sites: list[Site], number: int, seed: int) -> list[Site]:
-    """A sample with as many places of each kind, as far as there are, in the order of a hash.
+    """A sample with equal numbers of places of each kind, if available, ordered by a hash.
 
-    It changes little when the files do.
+    Small changes of the files change it little.
     """
     by_kind = collections.defaultdict(list)
     for site in sorted(all_sites, key=lambda site: _hash(seed, site.name)):
@@ -103,7 +103,7 @@ def drawn(all_sites: list[Site], number: int, seed: int) -> list[Site]:
 
 
 def mutant(root: pathlib.Path, site: Site) -> Mutant | None:
-    """One of the changes of a place, chosen by a hash; None where none is valid Python."""
+    """One of the changes of a place, chosen by a hash; None if none is valid Python."""
     code = (root / site.path).read_bytes()
     for edits in sorted(site.choices, key=lambda edits: _hash(site.name, edits[0][2])):
         changed = code
@@ -116,7 +116,7 @@ def mutant(root: pathlib.Path, site: Site) -> Mutant | None:
 
 
 def statement(code: str, line: int) -> range:
-    """The lines of the innermost statement around a line, without the body of that statement."""
+    """The lines of the innermost statement around a line, without the body of the statement."""
     best = range(line, line + 1)
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno:
@@ -128,7 +128,7 @@ def statement(code: str, line: int) -> range:
 
 
 class _Source:
-    """A file, and where its nodes are in it, in bytes."""
+    """A file, and the positions of its nodes, in bytes."""
 
     def __init__(self, code: bytes):
         self.code, self.tree = code, ast.parse(code)
@@ -144,7 +144,7 @@ class _Source:
         return self.code[self.start(node) : self.end(node)]
 
     def place(self, at: int) -> tuple[int, int, str]:
-        """The line, the column without indentation, and the line without it."""
+        """The line number, the column without indentation, and the stripped line."""
         line = bisect.bisect_right(self._lines, at)
         text = self.code[self._lines[line - 1] :].partition(b"\n")[0]
         indented = len(text) - len(text.lstrip())
@@ -161,7 +161,7 @@ class _Source:
         return ((at + found.start(), at + found.end(), new.encode()),)
 
     def without(self, call: ast.Call, argument) -> tuple[Edit, ...]:
-        """A call without an argument, and without the comma behind or before it."""
+        """A call without an argument and its comma."""
         arguments = sorted([*call.args, *call.keywords], key=self.start)
         at = arguments.index(argument)
         if at + 1 < len(arguments):
@@ -171,7 +171,7 @@ class _Source:
 
 
 def _changes(source: _Source, required: dict[str, set[str]]):
-    """All changes, with their kind."""
+    """All changes, with their kinds."""
     for node in _nodes(source.tree):
         yield from _of_values(source, node)
         yield from _of_statements(source, node)
@@ -182,7 +182,7 @@ def _changes(source: _Source, required: dict[str, set[str]]):
 
 
 def _children(node):
-    """The parts of a node but for types, texts (whose parts have no places) and guards."""
+    """The children of a node except types, f-strings (whose parts have no positions) and guards."""
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
             guard = isinstance(child, ast.keyword) and child.arg in _GUARDS
@@ -284,7 +284,7 @@ def _of_statements(source, node):
 
 
 def _pairs(tree):
-    """Two variables of a function that follow each other in a statement."""
+    """Two consecutive variables of a function in a statement."""
     for function in _outermost(tree):
         nodes = list(ast.walk(function))
         bound = {node.arg for node in nodes if isinstance(node, ast.arg)}
@@ -309,7 +309,7 @@ def _outermost(node):
 
 
 def _reads(node, owner):
-    """The names that a statement, a lambda or a comprehension reads, with it and how it does."""
+    """The names that a statement, a lambda or a comprehension reads, with it and the usage."""
     if isinstance(node, ast.stmt | ast.Lambda | ast.comprehension) or hasattr(node, "generators"):
         owner = node
     for child in _children(node):
@@ -343,7 +343,7 @@ def _name(node) -> str:
 
 @functools.cache
 def _required(root: pathlib.Path) -> dict[str, set[str]]:
-    """The arguments without a default, for the names of all functions and named tuples."""
+    """The arguments without a default, by the names of functions and named tuples."""
     found: dict[str, set[str]] = {}
     for file in (root / "optzoo").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_bytes())):

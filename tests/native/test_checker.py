@@ -74,13 +74,13 @@ RIGHT = {
     "as many ids as columns": (lambda g, x, s: (x - s.sum(1, keepdims=True), s - 1), ITSELF),
     "one id": (lambda g, x, s: (x - x[:1], s), {"ids": 1}),
 }
-WRITTEN, OTHERS = "reads elements of its row that are written already", "reads other rows"
+WRITTEN, OTHERS = "reads already written elements of its row", "reads other rows"
 WRONG = {
     "turned": (lambda g, x, s: (jnp.roll(x, 1, 1), s), {}, f"`slice`.* {WRITTEN}"),
     "moved up": (
         lambda g, x, s: (x, jnp.concatenate([x[:, :1], s[:, :-1]], 1)),
         {},
-        "its slots have rows of several shapes|written already",
+        "its slots have rows of several shapes|already written",
     ),
     "a row and its column": (
         lambda g, x, s: (jnp.concatenate([s, x], 1)[:, :4], s + 1),
@@ -98,7 +98,7 @@ WRONG = {
         f"`slice`.* {WRITTEN}",
     ),
     "groups filled up by others": (lambda g, x, s: (filled(x, x[:, :2]), s), {}, WRITTEN),
-    "other rows": (lambda g, x, s: (x - x[::-1], s), {}, "`rev`.* is not known"),
+    "other rows": (lambda g, x, s: (x - x[::-1], s), {}, "`rev`.* is not supported"),
     "the row before": (
         lambda g, x, s: (x - jnp.broadcast_to(x[:, 0][None], x.shape), s),
         ITSELF,
@@ -107,12 +107,12 @@ WRONG = {
     "all rows": (
         lambda g, x, s: (x - jnp.sum(x, 0, keepdims=True), s),
         {},
-        "`reduce_sum`.* is not known",
+        "`reduce_sum`.* is not supported",
     ),
     "sum of a table that is computed": (
         lambda g, x, s: (x + g.gather(sum_of(jnp.ones((5, 4)) * jnp.arange(5.0)[:, None])), s),
         {},
-        "`reduce_sum`.* is not over a row that is at hand",
+        "`reduce_sum`.* is not over an available row",
     ),
     "column of it, with as many ids as rows": (
         lambda g, x, s: (
@@ -127,11 +127,11 @@ WRONG = {
         {},
         "reads other rows or groups",
     ),
-    "unknown": (lambda g, x, s: (jnp.cumsum(x, 1), s), {}, "`cumsum`.* is not known"),
+    "unknown": (lambda g, x, s: (jnp.cumsum(x, 1), s), {}, "`cumsum`.* is not supported"),
     "a dtype": (
         lambda g, x, s: ((x > 0).astype("int16").astype("float32"), s),
         {},
-        "the dtype int16 of `convert_element_type` .* is not known",
+        "the dtype int16 of `convert_element_type` .* is not supported",
     ),
 }
 
@@ -189,12 +189,12 @@ FAULTS = {
     "a table is a stream, too": (
         "elements",
         lambda rows: dataclasses.replace(rows, streams=rows.tables[:1]),
-        "in another way, too",
+        "both by the rows of its ids and in another way",
     ),
     "the ids are a stream, too": (
         "elements",
         lambda rows: dataclasses.replace(rows, streams=[rows.ids]),
-        "in another way, too",
+        "both by the rows of its ids and in another way",
     ),
     "a table has no pointer": (
         "elements",
@@ -209,22 +209,22 @@ FAULTS = {
     "other groups": (
         "groups",
         lambda rows: dataclasses.replace(rows, lanes=(4, 2)),
-        "one number for each group alone",
+        "one number for each group only",
     ),
     "no groups": (
         "groups",
         lambda rows: dataclasses.replace(rows, lanes=None),
-        "`reduce_max`.* is not over a row that is at hand",
+        "`reduce_max`.* is not over an available row",
     ),
     "a slice that begins elsewhere": (
         "two slots in one",
         lambda rows: changed(rows, "slice", start_indices=(0, 2), limit_indices=(3, 6)),
-        "written already",
+        "already written",
     ),
     "a sum over the rows": (
         "a sum",
         lambda rows: changed(rows, "reduce_sum", axes=(0,)),
-        "`reduce_sum`.* is not over a row that is at hand",
+        "`reduce_sum`.* is not over an available row",
     ),
     "a broadcast along the rows": (
         "as many ids as columns",
@@ -251,5 +251,5 @@ def test_positions_of_merged_ids():
     assert rows.merged is None  # XLA merges them
     merged = rows.ids.maker.outs[1]
     streams = [v for v in rows.streams if v is not merged]
-    with pytest.raises(Unsupported, match=r"reads the positions of ids that are merged"):
+    with pytest.raises(Unsupported, match=r"reads the positions of merged ids"):
         check(dataclasses.replace(rows, merged=merged, streams=streams))

@@ -96,7 +96,7 @@ def test_rows_have_none():
     [
         ((3, 160), "a multiple of 128"),
         ((1, 4224), "or of 4096"),
-        ((2, 3, 128), "no multiple of 32"),
+        ((2, 3, 128), "not a multiple of 32"),
     ],
 )
 def test_other_arrays_have_none(shape, reason):

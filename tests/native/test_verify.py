@@ -93,12 +93,12 @@ def a_result_that_nothing_makes(program):
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
-        (without, "before it is made"),
-        (made_late, "before it is made"),
-        (made_twice, "is made twice"),
+        (without, "before it is computed"),
+        (made_late, "before it is computed"),
+        (made_twice, "is computed again"),
         (of_another_dtype, "bfloat16"),
         (of_another_shape, r"in place of \[\(\(3, 8\)"),
-        (a_result_that_nothing_makes, "read by the end before it is made"),
+        (a_result_that_nothing_makes, "read by the end before it is computed"),
     ],
 )
 def test_programs(fault, error):
@@ -142,10 +142,10 @@ def what_it_does_not_make(call):
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
-        (an_input_less, "before it is made"),
+        (an_input_less, "before it is computed"),
         (memory_of_another_shape, "a native call in place has values of"),
-        (two_in_one_memory, "takes the memory of two inputs"),
-        (what_it_does_not_make, "gives back what it does not make"),
+        (two_in_one_memory, "reuses the memory of two inputs"),
+        (what_it_does_not_make, "returns a value that it does not compute"),
     ],
 )
 def test_calls(divided, kind, fault, error):
@@ -189,7 +189,7 @@ def test_a_number_has_one_element(divided):
     nodes, check = divided
     part = call_of(nodes, LeafGroup).parts[0]
     part.scalars[:0] = [part.arrays.pop(0)]
-    with pytest.raises(Unsound, match="an array is taken for a number"):
+    with pytest.raises(Unsound, match="an array is used as a scalar"):
         check()
 
 

@@ -197,7 +197,9 @@ def test_without_locks_there_is_a_warning(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(locks, "_lock", refuse)
-    warns = pytest.warns(RuntimeWarning, match="has no locks for .*: let only one process")
+    warns = pytest.warns(
+        RuntimeWarning, match="does not support a lock for .*: let only one process"
+    )
     with warns, locked(tmp_path / ".lock"):
         reached = True
     assert reached

@@ -84,9 +84,9 @@ def test_a_rate_is_one_number():
     tx = optzoo.rules.leafwise(
         lambda g, x, s, t, factor: (factor * g, s), scheduled={"factor": jnp.ones(2)}
     )
-    with pytest.raises(ValueError, match=r"^factor must be one number, got .* shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"^factor must be a scalar, got .* shape \(2,\)"):
         tx.update(G, tx.init(G))
-    with pytest.raises(ValueError, match=r"^update\(\.\.\., factor=\) must be one number"):
+    with pytest.raises(ValueError, match=r"^update\(\.\.\., factor=\) must be a scalar"):
         tx.update(G, tx.init(G), factor=np.ones(1))
     with pytest.raises(TypeError, match=r"^update\(\.\.\., factor=\) must be a number, got <func"):
         tx.update(G, tx.init(G), factor=lambda step: 0.1)
@@ -96,5 +96,5 @@ def test_a_rate_of_rows_that_rest_is_one_number():
     tx = optzoo.caught_up(optzoo.adam(lambda step: jnp.ones(1)))
     x = jnp.ones((3, 2))
     rows = SparseRows(jnp.array([1]), jnp.ones((1, 2)), 3)
-    with pytest.raises(ValueError, match="the schedule of learning_rate must return one number"):
+    with pytest.raises(ValueError, match="the schedule of learning_rate must return a scalar"):
         tx.update(rows, tx.init(x), x)

@@ -250,5 +250,5 @@ def test_bad_gradients():
     state = tx.init(g)
     with pytest.raises(TypeError, match="'w' has a gradient of dtype int32"):
         tx.update({"w": jnp.ones(2, int)}, state)
-    with pytest.raises(ValueError, match=r"'w' has shape \(2,\) but its gradient \(3,\)"):
+    with pytest.raises(ValueError, match=r"'w' has shape \(2,\), but its gradient \(3,\)"):
         tx.update({"w": jnp.ones(3)}, state, g)

@@ -227,7 +227,7 @@ def test_what_is_refused():
     refused("moves all rows of table 'table'", optzoo.accumulate(deferred(), 2), **few)
     refused("moves all rows of table 'table'", optax.chain(deferred(("small",))), **few)
     followed = optax.chain(deferred(), optzoo.transforms.scale(0.5))
-    refused("changed after it was made", followed, capacity_factor=None)
+    refused("a transformation changes the update of table", followed, capacity_factor=None)
     l2 = lambda p, *batch: loss(p, *batch) + jnp.sum(p["table"] ** 2)
     refused("table 'table' is sharded by rows, so the loss can read it", deferred(), fn=l2)
     chosen = lambda p, ids, bags, y: loss(

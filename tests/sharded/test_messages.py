@@ -323,7 +323,7 @@ def test_arguments(options, error, match):
     s = optzoo.sharded.RowSharding(ROWS, 4, multiple=16)
     with pytest.raises(error, match=match):
         optzoo.sharded_minimize(loss, optzoo.lazy_adam(), mesh_of(4), {"users": s}, **options)
-    with pytest.raises(ValueError, match="is for the devices of a mesh: give mesh="):
+    with pytest.raises(ValueError, match="needs a mesh: give mesh="):
         optzoo.minimize(loss, optzoo.lazy_adam(), **options)
 
 
@@ -331,7 +331,10 @@ def test_a_batch_that_the_parts_do_not_divide():
     mesh, tx = mesh_of(4), optzoo.gradient_descent(0.1)
     step = optzoo.minimize(lambda p, x: jnp.sum(p * x), tx, mesh=mesh, parts=3)
     p = jnp.ones([])
-    match = r"batch\[0\] has 8 examples, which 3 parts for each of the 4 devices .* multiple of 12"
+    match = (
+        r"batch\[0\] has 8 examples, which cannot be divided among 3 parts on each of the 4 "
+        "devices .* multiple of 12"
+    )
     with pytest.raises(ValueError, match=match):
         step(p, tx.init(p), jnp.ones(8))
     p, _, value = step(p, tx.init(p), jnp.arange(12.0))

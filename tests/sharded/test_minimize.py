@@ -338,11 +338,14 @@ def test_optimizers_that_need_one_round_are_refused_in_several(tx):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda rows: jax.lax.map(lambda row: 2 * row, rows), "`scan` goes over the rows"),
+        (
+            lambda rows: jax.lax.map(lambda row: 2 * row, rows),
+            "`scan` reduces or iterates over the rows",
+        ),
         (lambda rows: jax.lax.pmean(rows, "shard"), "`psum.*` mixes the rows of several shards"),
         (
             lambda rows: rows - jnp.mean(rows, 0, keepdims=True),
-            "`sub` uses what a device computes from the rows of its own shard",
+            "`sub` uses a value computed from the rows of one shard only",
         ),
     ],
     ids=["loop", "collective", "mean"],
@@ -393,7 +396,9 @@ def test_what_comes_with_a_step():
     run = lambda fn, params, state, *batch, **options: jax.eval_shape(
         optzoo.sharded_minimize(fn, tx, mesh, tables, **options), params, state, *batch
     )
-    with pytest.raises(ValueError, match=r"batch\[1\] has 14 examples, which the 4 devices"):
+    with pytest.raises(
+        ValueError, match=r"batch\[1\] has 14 examples, which cannot be divided among the 4 devices"
+    ):
         run(loss, params, state, batch[0], batch[1][:14], batch[2])
     _, other = shapes(optzoo.adagrad(0.1), mesh, s)
     with pytest.raises(StateError, match=r"AdamSlots\(m, v\).*AdagradSlots"):

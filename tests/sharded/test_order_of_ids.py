@@ -171,7 +171,9 @@ def test_on_a_mesh():
     jax.tree.map(lambda a, b: a.sharding == b.sharding or pytest.fail(str(a)), got, tree)
     assert got["params"]["mlp"]["emb"] is params["mlp"]["emb"]
     for wrong in ({"emb|mlp/bias": ALONE}, {"emb": optzoo.sharded.RowSharding(8, 1, multiple=1)}):
-        with pytest.raises(ValueError, match=r"has [48] rows on each device, but [48] by its"):
+        with pytest.raises(
+            ValueError, match=r"has [48] rows on each device, but its sharding in tables has [48]"
+        ):
             optzoo.sharded.in_order_of_ids(params, wrong)
 
 
@@ -206,7 +208,7 @@ TUPLE = jnp.arange(8.0), jnp.arange(8.0)  # a table and a kernel
             None,
         ),
         (
-            "holds the state of an optimizer: give the parameters",
+            "contains an optimizer state: give the parameters",
             (values(0), LAZY.init(values(0))),
             {".*emb": ALONE},
             None,
@@ -214,7 +216,7 @@ TUPLE = jnp.arange(8.0), jnp.arange(8.0)  # a table and a kernel
         ("params is one array without a name", LAZY.init(jnp.ones(8)), {"": ALONE}, jnp.ones(8)),
         # Of other parameters, or of some of them.
         (
-            r"'0/slots/m/emb', of shape \(8, 3\), has as many rows as a table",
+            r"'0/slots/m/emb', of shape \(8, 3\), has as many rows as a stored table",
             LAZY.init({"emb": values(0)["emb"]}),
             TABLES,
             values(0),
@@ -229,25 +231,25 @@ TUPLE = jnp.arange(8.0), jnp.arange(8.0)  # a table and a kernel
         # A tuple of parameters is like that of parameters and state.
         ("'0/1' may belong to several parameters", (TUPLE, LAZY.init(TUPLE)), {"0": ALONE}, TUPLE),
         (
-            "in another axis than the first",
+            "in an axis other than the first",
             {"emb": jnp.ones((2, 8, 3))},
             {"emb": ALONE},
             {"emb": jnp.ones((8, 3))},
         ),
         (
-            "in another axis than the first",
+            "in an axis other than the first",
             {"emb": jnp.ones(8)},
             {"emb": ALONE},
             {"emb": jnp.ones((8, 8))},
         ),
         (
-            "has 12 rows, but its table is stored in 8",
+            "has 12 rows, but its table has 8 stored rows",
             {"emb": jnp.ones((12, 3))},
             {"emb": ALONE},
             {"emb": jnp.ones((8, 3))},
         ),
         (
-            "numbers of rows",
+            "row indices",
             optzoo.accumulate(LAZY, 2, max_rows={"emb": 4}).init(values(0)),
             TABLES,
             values(0),

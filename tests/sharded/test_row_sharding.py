@@ -140,11 +140,13 @@ def test_places_of_what_is_no_table():
     sharding = optzoo.sharded.RowSharding(16, 4, multiple=1)
     params_sharding = optzoo.sharded.params_sharding
     assert params_sharding(table, mesh, sharding).spec == PartitionSpec("shard", None)
-    with pytest.raises(TypeError, match=r"tables must be a dict of shardings by patterns"):
+    with pytest.raises(TypeError, match=r"tables must be a dict from patterns to shardings"):
         params_sharding({"table": table}, mesh, sharding)
     with pytest.raises(ValueError, match=r"num_shards must be the size of the mesh axes"):
         params_sharding(table, jax.make_mesh((2,), ("shard",), devices=jax.devices()[:2]), sharding)
     with pytest.raises(ValueError, match=r"'table' must have the 16 stored rows"):
         params_sharding({"table": table[:8]}, mesh, {"table": sharding})
-    with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got None"):
+    with pytest.raises(
+        TypeError, match=r"mesh must be a jax.sharding.Mesh, such as of jax.make_mesh, got None"
+    ):
         params_sharding(table, None, sharding)

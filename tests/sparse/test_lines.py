@@ -88,7 +88,7 @@ def test_a_slot_that_could_be_lines_is_refused():
         slots = Factors(lambda x, shape=shape: jnp.zeros(shape))
         tx = optzoo.rules.leafwise(rule, slots=slots)
         assert tx.init(jnp.zeros((1000, 16))).slots.factors.shape == shape
-        with pytest.raises(ValueError, match="cannot be known") if refused else nullcontext():
+        with pytest.raises(ValueError, match="so it is ambiguous") if refused else nullcontext():
             tx.init(optzoo.rows.to_lines(jnp.zeros((1000, 16))))
 
 
@@ -353,13 +353,15 @@ def test_errors():
     _, lines = both()
     with pytest.raises(ValueError, match=r"optzoo\.caught_up"):
         optzoo.caught_up(optzoo.adam(), mask="table").init(lines)
-    with pytest.raises(ValueError, match="a table has at least one axis"):
+    with pytest.raises(ValueError, match="table must have at least one axis"):
         optzoo.rows.to_lines(1.0)
-    with pytest.raises(ValueError, match=r"shapes \[\(3, 16\)\] do not belong .*\(45, 16\)"):
+    with pytest.raises(ValueError, match=r"shapes \[\(3, 16\)\] do not match .*\(45, 16\)"):
         optzoo.rows.to_lines({**lines, "table": jnp.ones((3, WIDTH))}, like=lines)
     mesh = Mesh(np.array(jax.devices()[:2]), ("shard",))
     rows = optzoo.sharded.uniform_rows(jax.random.key(0), WIDTH)
-    with pytest.raises(ValueError, match=r"8 rows, .* the 20 rows of a shard.*multiple=16"):
+    with pytest.raises(
+        ValueError, match=r"the 20 rows of a shard .* the 8 rows of a line.*multiple=16"
+    ):
         optzoo.sharded.create_table(
             optzoo.sharded.RowSharding(40, 2, multiple=1), mesh, rows, lines=True
         )

@@ -422,23 +422,23 @@ DENSE = {
     "shardings": on_one_device,
     "shard_map": mapped_over_shards,
 }
-FIRST = f" made of it{HERE}: look up first, then compute"
+FIRST = f"{HERE}: look up first, then compute"
 OUTSIDE = f"{HERE}: do the lookup outside and pass the rows in"
 REASONS = {
-    "scaled": "a lookup reads what mul" + FIRST,
+    "scaled": "a lookup reads the result of mul" + FIRST,
     "tied": "it is also used by transpose" + HERE,
     "tied twice": f"it is also used by transpose{HERE}, norm{HERE}",
     "tied, in a body": "it is also used by reduce_sum" + HERE,
     "tied by a body": "it is also used by transpose" + HERE,
     # Before JAX 0.10 `jnp.stack` first gives each array another axis.
-    "batch of it": "a lookup reads what (stack|broadcast_in_dim)" + FIRST,
+    "batch of it": "a lookup reads the result of (stack|broadcast_in_dim)" + FIRST,
     "vmap": f"a lookup is inside of a jax.vmap that maps over the table{HERE}",
     "custom_jvp": "a lookup is inside of jax.custom_jvp" + OUTSIDE,
     "custom_vjp": "a lookup is inside of jax.custom_vjp" + OUTSIDE,
     "carried": "a lookup is inside of jax.lax.scan" + OUTSIDE,
     "of layers": "a lookup is inside of jax.lax.scan" + OUTSIDE,
     # A `cond` whose condition differs among the members becomes a `where`, of whole tables.
-    "cond in vmap": "a lookup reads what broadcast_in_dim" + FIRST,
+    "cond in vmap": "a lookup reads the result of broadcast_in_dim" + FIRST,
     "shardings": "a lookup is inside of jax.jit" + OUTSIDE,
     "shard_map": "a lookup is inside of jax.shard_map" + OUTSIDE,
 }
@@ -606,7 +606,7 @@ def test_elsewhere_it_is_indexing(compile):
 def test_ids_out_of_range(bad):
     ids, loss = jnp.array([0, bad]), lambda table, ids: jnp.sum(lookup(table, ids))
     for look in (lookup, optzoo.value_and_grad(loss)):
-        with pytest.raises(IndexError, match=rf"\[0, 6\) or be 6 for padding, got {bad}"):
+        with pytest.raises(IndexError, match=rf"\[0, 6\), or 6 for padding, got {bad}"):
             look(TABLE, ids)
     rows = jax.jit(lookup)(TABLE, ids)
     np.testing.assert_array_equal(rows[0], TABLE[0])

@@ -424,7 +424,7 @@ def test_formats_refuse_what_is_not_known():
     shape = lambda a, **at: jax.ShapeDtypeStruct(a.shape, a.dtype, **at)
     x = {"table": shape(x["table"]), "w": shape(x["w"], sharding=at)}
     if DEMANDS_LAYOUTS:
-        with pytest.raises(ValueError, match=r"args\[0\] 'table' has no sharding, and another"):
+        with pytest.raises(ValueError, match=r"args\[0\] 'table' has no sharding, but another"):
             optzoo.rows.formats(by_hand(tx), x, jax.tree.map(shape, state), IDS)
     with pytest.raises(TypeError, match="step must be a function, got 3"):
         optzoo.rows.formats(3, x)

@@ -19,7 +19,7 @@ def test_a_slot_called_average_is_no_average_of_parameters():
     rule = lambda g, x, s, t: (-g, Slots(0.9 * s.average + 0.1 * g))
     tx = optzoo.rules.leafwise(rule, slots=Slots(optzoo.rules.zeros))
     state = tx.init(PARAMS)
-    with pytest.raises(ValueError, match="state has neither averages nor a center"):
+    with pytest.raises(ValueError, match="state has no averages and no center"):
         optzoo.state.swap_averages(PARAMS, state)
     chex.assert_trees_all_equal(optzoo.eval_params(PARAMS, state), PARAMS)
     moved = {name: x + 1 for name, x in PARAMS.items()}

@@ -43,7 +43,7 @@ def test_an_error_lists_five_names(number):
 
 def test_a_gradient_without_params_is_compared_with_those_that_the_state_is_of():
     tx, calls = counted(optax.scale_by_adam())
-    with pytest.raises(ValueError, match=r"'w' has shape \(4, 2\) but its gradient \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"'w' has shape \(4, 2\), but its gradient \(3, 2\)"):
         tx.update(X, tx.init(OTHER))
     assert len(calls) == 1
 

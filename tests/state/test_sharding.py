@@ -179,7 +179,7 @@ def test_refuses(params):
         state_sharding(tx, {})
     with pytest.raises(ValueError) as info:
         state_sharding(optax.flatten(tx), params)
-    assert "like that of optax.flatten" in info.value.__notes__[0]
+    assert "as in optax.flatten" in info.value.__notes__[0]
 
 
 def test_codes_and_corrections(mesh):

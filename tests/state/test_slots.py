@@ -100,7 +100,7 @@ def test_slots_of_optax():
 def test_ambiguity_names_the_candidates():
     state = optax.chain(adam, adam).init(PARAMS)
     assert slot_names(state) == ("0/0/m", "1/0/m", "0/0/v", "1/0/v")
-    with pytest.raises(ValueError, match="'m' is one of several; choose one of: 0/0/m, 1/0/m"):
+    with pytest.raises(ValueError, match="'m' is ambiguous; choose one of: 0/0/m, 1/0/m"):
         get_slot(state, "m")
     new = set_slot(state, "1/0/m", PARAMS)
     assert get_slot(new, "1/0/m")["a"].all() and not get_slot(new, "0/0/m")["a"].any()
@@ -114,9 +114,9 @@ def test_two_optimizers_of_one_replica():
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match="no slot is called 'mu'; there are: m, v"):
+    with pytest.raises(ValueError, match="no slot has the name 'mu'; the slots are: m, v"):
         get_slot(adam.init(PARAMS), "mu")
-    with pytest.raises(ValueError, match="no slot is called 'm'; there are: none"):
+    with pytest.raises(ValueError, match="no slot has the name 'm'; the slots are: none"):
         get_slot(optzoo.gradient_descent(0.1).init(PARAMS), "m")
 
 
@@ -217,7 +217,7 @@ def test_line_searches_go_around(wrap):
         given = {"value": value, "grad": grad, "value_fn": loss}
         return tx.update(grad, tx.init(PARAMS), PARAMS, **given)[0]
 
-    with pytest.raises(ValueError, match=r"Put a line search around: optax\.chain"):
+    with pytest.raises(ValueError, match=r"Put the line search outside, such as optax\.chain"):
         update(wrap(optax.chain(optax.sgd(1.0), search)))
     updates = update(optax.chain(wrap(optax.sgd(1.0)), search))
     assert loss(optax.apply_updates(PARAMS, updates)) < value

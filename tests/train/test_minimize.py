@@ -77,9 +77,11 @@ def caught_up_adam():
 def test_arguments_of_a_mesh_need_one():
     wrong = {"tables": {"table": None}, "capacity_factor": None, "max_norm": 1.0, "transport": "f2"}
     for name, value in wrong.items():
-        with pytest.raises(ValueError, match=f"{name}={value!r} is for the devices of a mesh"):
+        with pytest.raises(ValueError, match=f"{name}={value!r} needs a mesh: give mesh="):
             optzoo.minimize(loss, optzoo.lazy_adam(), **{name: value})
-    with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got 4"):
+    with pytest.raises(
+        TypeError, match=r"mesh must be a jax.sharding.Mesh, such as of jax.make_mesh, got 4"
+    ):
         optzoo.minimize(loss, optzoo.lazy_adam(), mesh=4)
     with pytest.raises(TypeError, match=r"tables must be a dict from .* got \('table',\)"):
         mesh = jax.make_mesh((1,), ("shard",), devices=jax.devices()[:1])
@@ -147,15 +149,19 @@ def test_arguments_that_nothing_reads():
     of_optzoo = optzoo.slots_dtype(optzoo.lazy_adam(), "bfloat16")
     of_optax = optax.chain(optzoo.rows.densify(), optax.adam(1.0))
     cases = [
-        (of_optzoo, {"foo": 1.0}, "reads 'foo'. .*: global_step, learning_rate, rounding_seed"),
-        (of_optzoo, {"value": 1.0}, "reads 'value'"),
+        (
+            of_optzoo,
+            {"foo": 1.0},
+            "use 'foo'. .*: global_step, learning_rate, rounding_seed",
+        ),
+        (of_optzoo, {"value": 1.0}, "does not use 'value'"),
         (of_optzoo, {"learning_rates": 1.0}, "did you mean 'learning_rate'"),
         (of_optzoo, {"rounding_sed": 1}, "did you mean 'rounding_seed'"),
-        (of_optax, {"learning_rate": 1.0}, "reads 'learning_rate'"),
-        (of_optax, {"global_step": 1}, "reads 'global_step'"),
-        (of_optax, {"lr": 1.0}, "reads 'lr'; did you mean 'learning_rate'"),
-        (by_value, {"value": 1.0, "rate": {"a": 1.0}}, "reads 'rate'"),
-        (optzoo.on_rows(optax.adam(1.0)), {"learning_rate": 1.0}, "nothing in inner reads it"),
+        (of_optax, {"learning_rate": 1.0}, "does not use 'learning_rate'"),
+        (of_optax, {"global_step": 1}, "does not use 'global_step'"),
+        (of_optax, {"lr": 1.0}, "does not use 'lr'; did you mean 'learning_rate'"),
+        (by_value, {"value": 1.0, "rate": {"a": 1.0}}, "does not use 'rate'"),
+        (optzoo.on_rows(optax.adam(1.0)), {"learning_rate": 1.0}, "inner does not use it"),
     ]
     for tx, given, message in cases:
         with pytest.raises(TypeError, match=message):

@@ -106,7 +106,7 @@ def on_devices(kind, number, box):
         ("none", "Explicit", 2, 4),
     ],
 )
-@pytest.mark.filterwarnings("ignore:slots in 8 bits of")  # those of items are whole
+@pytest.mark.filterwarnings("ignore:8-bit slots of")  # those of items are whole
 def test_a_mixed_model_goes_on_on_other_devices(box, kind, first, then, tmp_path):
     with ocp.StandardCheckpointer() as checkpoints:
         with on_devices(kind, first, box) as (params, state):

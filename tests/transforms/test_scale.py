@@ -55,5 +55,5 @@ def test_bad_factors():
 
 def test_a_schedule_returns_a_number():
     tx = optzoo.transforms.scale_by_schedule(lambda step: jnp.ones(1))
-    with pytest.raises(ValueError, match="schedule of step_size_fn must return one number, got an"):
+    with pytest.raises(ValueError, match="schedule of step_size_fn must return a scalar, got an"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))

@@ -1,4 +1,4 @@
-"""Prints the versions of Python and of what optzoo is tested with, in one line, for CI."""
+"""Prints the versions of Python and of tested packages, in one line, for CI."""
 
 import platform
 from importlib import metadata
@@ -7,7 +7,7 @@ PACKAGES = ("jax", "optax", "flax", "orbax-checkpoint")
 
 
 def installed() -> list[str]:
-    """``jax 0.10.2``, and the others that are there."""
+    """``jax 0.10.2``, and other installed packages."""
     present = {dist.name.lower(): dist.version for dist in metadata.distributions()}
     return [f"{name} {present[name]}" for name in PACKAGES if name in present]
 

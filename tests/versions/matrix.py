@@ -1,13 +1,13 @@
 """Runs the tests on every Python found, and on every line of JAX: ``make test-matrix``.
 
-There is an environment for each Python on the PATH, with the newest JAX that it gets, and one for
-each line of JAX that none of them got, on the oldest Python that has it; one that no Python found
-has is left out. Saved states are then restored from each environment in each (``states.py``). A
-table comes last; the exit status is 1 if anything failed.
+There is an environment for each Python on the PATH, with the newest JAX that supports it, and one
+for each other line of JAX, on the oldest Python that supports it; lines that no installed Python
+supports are skipped. Saved states are then restored from each environment in each (``states.py``).
+Finally prints a table; the exit status is 1 if anything failed.
 
-``--only`` names environments, such as ``python3.13,jax0.9``; ``--states`` leaves out the tests;
-other arguments are passed on to pytest. Any Python 3 runs this file: it imports the standard
-library alone.
+``--only`` selects environments, such as ``python3.13,jax0.9``; ``--states`` skips the tests; other
+arguments are passed to pytest. Any Python 3 can run this file, which imports only the standard
+library.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main():
 
 
 def set_up_all(only):
-    """By the name of each environment whether it could be set up."""
+    """For the name of each environment, whether it could be set up."""
     found = run(["sh", HERE / "pythons.sh"]).stdout
     ready, got, minors = {}, set(), {}
     pythons = found.split("\n")[-2::-1]  # the oldest first
@@ -87,7 +87,7 @@ def set_up_all(only):
 
 
 def set_up(name, pythons, *pip_args):
-    """Sets an environment up with the first of some Pythons that works; whether one did."""
+    """Sets an environment up with the first working Python; returns whether one worked."""
     print(f"setting up {FOLDER / name}", flush=True)
     command = ["sh", HERE / "environment.sh", FOLDER / name, "test", *pip_args]
     errors = []
@@ -115,7 +115,7 @@ def python_of(name):
 
 
 def test(name, pytest_args):
-    """The numbers of tests that passed and that failed."""
+    """The numbers of passed and failed tests."""
     print(f"\n{name}", flush=True)
     command = [
         python_of(name),
@@ -138,7 +138,7 @@ def test(name, pytest_args):
 
 
 def exchange_states(names):
-    """By the name of each environment whether it restored what each of them saved."""
+    """For the name of each environment, whether it restored the states of all environments."""
     folders = {name: FOLDER.absolute() / "states" / name for name in names}
     saved = [folder for name, folder in folders.items() if states("save", name, [folder])]
     found = {}

@@ -1,7 +1,8 @@
-"""Saved states of some optimizers: do other versions of Python, JAX, Flax and Orbax restore them?
+"""Checks that saved states can be restored by other versions of Python, JAX, Flax and Orbax.
 
-``states.py save FOLDER`` saves them with the versions at hand; ``states.py restore FOLDER...``
-restores what others saved and compares each array bit for bit. The exit status is 1 if one differs.
+``states.py save FOLDER`` saves states of some optimizers with the installed versions;
+``states.py restore FOLDER...`` restores those of others and compares each array bit for bit. The
+exit status is 1 if one differs.
 """
 
 import argparse
@@ -87,7 +88,7 @@ def save(name, folder):
 
 
 def restore(name, folder):
-    """What differs between what is restored and what was saved, in words."""
+    """A description of differences between restored and saved arrays."""
     train, x, empty = start(name)
     wanted = json.loads((folder / "plain").read_text())
     with ocp.StandardCheckpointer() as checkpointer:

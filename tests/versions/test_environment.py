@@ -1,4 +1,4 @@
-"""Which Python an environment gets: the newest on the PATH on which everything can be installed."""
+"""The Python of an environment: the newest on the PATH on which all packages can be installed."""
 
 import os
 import pathlib
@@ -10,7 +10,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 def add_python(folder, minor, *, runs=True, installs=True):
-    """A program that acts like a Python in what the scripts ask of it."""
+    """A program that acts like a Python for the calls of the scripts."""
     folder.mkdir(exist_ok=True)
     path = folder / f"python3.{minor}"
     pip = f"#!/bin/sh\\necho pip on 3.{minor}: $* >&2\\nexit {int(not installs)}\\n"

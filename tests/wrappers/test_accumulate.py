@@ -362,7 +362,7 @@ def test_what_a_schedule_of_lengths_refuses():
     ):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), global_step=3)
     tx = accumulate(sgd, lambda updates: jnp.ones(1))
-    with pytest.raises(ValueError, match="the schedule of every must return one number, got an"):
+    with pytest.raises(ValueError, match="the schedule of every must return a scalar, got an"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 
 

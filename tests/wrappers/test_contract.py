@@ -244,7 +244,7 @@ def test_a_gradient_of_another_shape_is_refused():
         state = jax.eval_shape(tx.init, params())
         with pytest.raises(ValueError) as error:
             jax.eval_shape(tx.update, grads, state, params())
-        assert "'table' has shape (5, 2) but its gradient (1, 2)" in str(error.value), name
+        assert "'table' has shape (5, 2), but its gradient (1, 2)" in str(error.value), name
 
 
 @wrapped_around(*OURS)

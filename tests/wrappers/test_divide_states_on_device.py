@@ -188,7 +188,7 @@ def test_gradients_that_differ():
         return tx.update(grads, state, params)
 
     step = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs, P()), out_specs=(P(), specs))
-    with pytest.raises(ValueError, match=r"'conv' or its gradient differs along \['data'\]: give"):
+    with pytest.raises(ValueError, match=r"'conv' or its gradient varies over \['data'\]: give"):
         step(params, tx.init(params), put(arrays(1), mesh))
 
 

@@ -138,7 +138,7 @@ def test_parameters_without_an_average_are_returned_unchanged(layer):
 @pytest.mark.parametrize("tx", [optzoo.adam(), optax.sgd(0.1, 0.9), optax.identity()])
 def test_a_state_without_averages(tx):
     x = params()
-    with pytest.raises(ValueError, match=r"neither averages nor a center: .*moving_average"):
+    with pytest.raises(ValueError, match=r"no averages and no center: .*moving_average"):
         optzoo.state.swap_averages(x, tx.init(x))
     chex.assert_trees_all_equal(optzoo.eval_params(x, tx.init(x)), x)
 

@@ -1,1 +1,1 @@
-"""How slots are stored: as they are, two in one array, in 8 bits, or rounded at random."""
+"""Storage of slots: plain, two in one array, 8-bit, or stochastically rounded."""

@@ -1,4 +1,4 @@
-"""Stochastic rounding: up or down at random, so that rounding errors are zero on average."""
+"""Stochastic rounding: up or down at random, such that the expected rounding error is zero."""
 
 import functools
 import math
@@ -18,34 +18,34 @@ _SIGN = np.uint32(0x80000000)
 
 
 def first_place(seed: Any, step: Any, name: str) -> Array:
-    """Where the random bits of a parameter start in a step, for :func:`random_bits`.
+    """The start of the random bits of a parameter in a step, for :func:`random_bits`.
 
     Args:
         seed: an integer.
         step: an integer.
-        name: of the parameter: the same in a group of parameters and in all of them.
+        name: the name of the parameter, which is the same in a group and in all parameters.
     """
     number = np.uint32(zlib.crc32(name.encode()))
     return _mixed(_mixed(_mixed(_unsigned(seed)) ^ number) ^ _unsigned(step))
 
 
 def first_places_of_rows(start: Array, shape: tuple[int, ...]) -> Array:
-    """The same for each row of an array: a row has the same bits alone and in the array."""
+    """The start for each row of an array; it does not depend on the other rows."""
     return places_of_rows(start, lax.iota(jnp.uint32, shape[0]), shape)
 
 
 def places_of_rows(start: Array, ids: Array, shape: tuple[int, ...]) -> Array:
-    """The same for the rows of these ids."""
+    """The starts for the rows of these ids."""
     return start + ids.astype(jnp.uint32) * np.uint32(math.prod(shape[1:]) % 2**32)
 
 
 def first_place_in_shard(start: Array, axes: tuple[str, ...], shape: tuple[int, ...]) -> Array:
-    """The same for the part of an array that this device has, so that no two parts are alike.
+    """The start for the part of an array on this device; it differs between parts.
 
     Args:
-        start: of the whole array, from :func:`first_place`.
-        axes: the mesh axes over which its rows are divided; of an array in one part none.
-        shape: of the part.
+        start: the start of the whole array, from :func:`first_place`.
+        axes: the mesh axes over which its rows are divided; empty for an array in one part.
+        shape: the shape of the part.
     """
     if not axes:
         return start
@@ -54,13 +54,13 @@ def first_place_in_shard(start: Array, axes: tuple[str, ...], shape: tuple[int, 
 
 
 def random_bits(start: Array, shape: tuple[int, ...]) -> Array:
-    """32 random bits for each element: a hash of its place, the same in every program.
+    """32 random bits for each element: a hash of its position, equal in every program.
 
-    A generator of ``jax.random`` would take longer on a CPU than the update that it is for.
+    On a CPU, a generator of ``jax.random`` would take longer than the update itself.
 
     Args:
-        start: from :func:`first_place` or :func:`first_places_of_rows`.
-        shape: of the array.
+        start: a result of :func:`first_place` or :func:`first_places_of_rows`.
+        shape: the shape of the array.
     """
     if shape[: start.ndim] != start.shape:  # it has no rows: one start for all of it
         start = jnp.sum(start, dtype=jnp.uint32)
@@ -75,17 +75,17 @@ def random_bits(start: Array, shape: tuple[int, ...]) -> Array:
 
 @functools.partial(custom_jvp, nondiff_argnums=(2,))
 def round_at_random(a: Array, bits: Array, dtype: DTypeLike) -> Array:
-    """To one of the two neighbours in ``dtype``, to the nearer one more often; in float32.
+    """Rounds stochastically to one of the two neighbours in ``dtype``; the result is in float32.
 
     The mean over the bits is ``a``. Values that ``dtype`` can represent are unchanged, finite
     values stay finite, infinities and NaN are kept.
 
-    Its derivative is that of ``a``: it passes straight through the rounding.
+    The derivative passes straight through the rounding.
 
     Args:
-        a: floating point; float64 is taken in float32.
-        bits: uint32, of which the lower 16 are used.
-        dtype: of at most 16 bits.
+        a: floating point; float64 is converted to float32.
+        bits: uint32, whose lower 16 bits are used.
+        dtype: a dtype of at most 16 bits.
     """
     a, bits = a.astype(jnp.float32), bits & np.uint32(0xFFFF)
     if dtype == jnp.bfloat16:  # the upper half of a float32
@@ -104,7 +104,7 @@ def _(dtype, primals, tangents):
 
 
 def _up(a: Array, bits: Array, dtype: DTypeLike) -> Array:
-    """Adds ``bits`` to the bits of the mantissa that ``dtype`` does not have, and drops these."""
+    """Adds ``bits`` to the mantissa bits that ``dtype`` lacks, then drops them."""
     info = jnp.finfo(dtype)
     number = jnp.finfo(jnp.float32).nmant - info.nmant
     dropped = np.uint32(2**number - 1)
@@ -124,9 +124,9 @@ def _unsigned(n: Any) -> Array:
 
 
 def _mixed(x: Array) -> Array:
-    """A hash in which every bit depends on every other: those of a sequence are as good as random.
+    """A hash in which every bit depends on all others; hashes of a sequence serve as random bits.
 
-    A function of the kind ``lowbias32`` of Wellons' hash-prospector, with the constants of
+    A function of the type ``lowbias32`` of Wellons' hash-prospector, with the constants of
     https://github.com/skeeto/hash-prospector/issues/19 (by TheIronBorn and others).
     """
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):

@@ -1,10 +1,10 @@
-"""Slots in 8 bits: codes of the elements, and a 16-bit scale for each group of them.
+"""8-bit slots: codes of the elements, and a 16-bit scale for each group of elements.
 
-A kind of codes is a named tuple of ``codes`` and ``scales`` with two functions, elementwise:
-``encode(x, scale, bits)`` gives codes of 8 bits, ``decode(codes, scale)`` elements in float32.
-The scale of a group is its greatest magnitude; with ``is_root`` the root of it, and no element is
-negative. ``bits``, uint32, of which 16 are not zero, decide whether a code is rounded up or down,
-in proportion to the distances; None to round to the nearest.
+A kind of codes is a named tuple of ``codes`` and ``scales`` with two elementwise functions:
+``encode(x, scale, bits)`` returns 8-bit codes, ``decode(codes, scale)`` float32 elements. The scale
+of a group is its largest magnitude, or with ``is_root`` its square root, in which case no element
+is negative. ``bits``, a uint32 with 16 random bits, round a code stochastically; None rounds to
+nearest.
 """
 
 import functools
@@ -46,36 +46,36 @@ Codes = tuple(kind for kinds in KINDS.values() for kind in kinds.values())
 
 
 def is_coded(x: object) -> bool:
-    """Whether ``x`` is a slot in 8 bits."""
+    """Whether ``x`` is an 8-bit slot."""
     return isinstance(x, Codes)
 
 
 def has_codes(tree: Any) -> bool:
-    """Whether an array in a tree is in 8 bits."""
+    """Whether an array of a tree is an 8-bit slot."""
     return any(map(is_coded, jax.tree.leaves(tree, is_leaf=is_coded)))
 
 
 def takes_codes(x: Any) -> bool:
-    """Whether an array may be in 8 bits: it is real and has two axes, the last one of 8 or more."""
+    """Whether an array can be 8-bit: it is real, with two axes, the last of length 8 or more."""
     return jnp.issubdtype(x.dtype, jnp.floating) and x.ndim > 1 and x.shape[-1] >= _LEAST_WIDTH
 
 
 def nbytes_of_codes(shape: tuple[int, ...]) -> int:
-    """The bytes of an array in 8 bits, codes and scales."""
+    """The bytes of an 8-bit array: codes and scales."""
     return math.prod(shape[:-1]) * (shape[-1] + 2 * _number_of_groups(shape[-1]))
 
 
 @functools.partial(custom_jvp, nondiff_argnums=(0,))
 def encoded(kind: Any, x: Array, bits: Array | None = None) -> Any:
-    """An array in 8 bits, with scales apart.
+    """Encodes an array in 8 bits, with scales in a separate array.
 
-    Infinities become the greatest number that a scale holds.
+    Infinities become the largest number that a scale can represent.
 
     Args:
-        kind: of the codes. With roots the code of a number above zero is not zero, though that may
-            be nearest: an update is divided by the root of such a slot.
-        x: floating point; none below zero with roots.
-        bits: uint32, of which the lower 16 are used; None to round to the nearest.
+        kind: the kind of codes. With roots, the code of a positive number is never rounded to zero,
+            since updates are divided by the root of such a slot.
+        x: floating point; not negative with roots.
+        bits: uint32, whose lower 16 bits are used; None to round to nearest.
     """
     low, high = (0, _GREATEST**2) if kind.is_root else (-_GREATEST, _GREATEST)
     groups = _grouped(jnp.clip(x.astype(jnp.float32), low, high))
@@ -89,29 +89,29 @@ def encoded(kind: Any, x: Array, bits: Array | None = None) -> Any:
 @encoded.defjvp
 def _(kind, primals, tangents):
     raise TypeError(
-        "slots in 8 bits are integers, which have no derivative: to differentiate through an "
-        "update use optzoo.slots_dtype with a floating-point dtype"
+        "8-bit slots are integers, which have no derivative: to differentiate through an update "
+        "use optzoo.slots_dtype with a floating-point dtype"
     )
 
 
 def decoded(x: Any) -> Array:
-    """The array of codes, in float32."""
+    """Decodes an array, to float32."""
     codes, scales = apart(x)
     return _ungrouped(x.decode(_grouped(codes), _from_scale(scales)[..., None]), codes.shape)
 
 
 def _greatest(groups: Array) -> Array:
-    """The greatest magnitude of each group, or NaN.
+    """The largest magnitude of each group, or NaN.
 
-    It is that of the bit patterns, in the same order: XLA repeats cheap operations on integers in
-    the loop that reduces them, where it stores floating-point numbers first.
+    It is computed from the bit patterns, which have the same order: XLA fuses cheap integer
+    operations into the loop of the reduction, but stores floating-point numbers first.
     """
     pattern = lax.bitcast_convert_type(jnp.abs(groups), jnp.int32)
     return lax.bitcast_convert_type(jnp.max(pattern, axis=-1, keepdims=True), jnp.float32)
 
 
 def _grouped(x: Array) -> Array:
-    """The groups along a new axis, the last one filled up with zeros."""
+    """The groups along a new axis, the last one padded with zeros."""
     *rest, width = x.shape
     number = _number_of_groups(width)
     if missing := number * GROUP - width:  # not by a pad, which could move rows
@@ -125,7 +125,7 @@ def _ungrouped(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def stored(x: Any, like: Any = None) -> Any:
-    """Codes with scales apart in the form of others; or in that of a new slot."""
+    """Codes with separate scales in the layout of another slot, or of a new slot."""
     is_narrow = x.codes.ndim == 2 and x.codes.shape[-1] <= _NARROW
     if not (is_narrow if like is None else is_beside(like)):
         return x
@@ -135,7 +135,7 @@ def stored(x: Any, like: Any = None) -> Any:
 
 
 def apart(x: Any) -> tuple[Array, Array]:
-    """The codes of the elements, and the scales of the groups."""
+    """The codes of the elements and the scales of the groups, as separate arrays."""
     if not is_beside(x):
         return x.codes, x.scales
     width = shape_of(x)[-1]
@@ -145,7 +145,7 @@ def apart(x: Any) -> tuple[Array, Array]:
 
 
 def is_beside(x: Any) -> bool:
-    """Whether the scales of codes are further columns of them."""
+    """Whether the scales are additional columns of the codes."""
     return isinstance(x.scales, tuple)
 
 
@@ -157,9 +157,9 @@ def shape_of(x: Any) -> tuple[int, ...]:
 
 
 def sharding_of_codes(whole: Any, x: Any) -> Any:
-    """The shardings of the arrays of a slot in 8 bits by that of the slot.
+    """The shardings of the arrays of an 8-bit slot, from the sharding of the slot.
 
-    A last axis that is too short is whole, and so is one with scales beside codes.
+    A last axis that is too short, or has scales beside codes, is not divided.
     """
     if not isinstance(whole, NamedSharding):
         return jax.tree.map(lambda _: whole, x)
@@ -176,21 +176,20 @@ def sharding_of_codes(whole: Any, x: Any) -> Any:
 
 
 def warn_of_whole(names: Iterable[str]) -> None:
-    """Warns of slots in 8 bits that are whole along mesh axes that divide their parameters."""
+    """Warns of 8-bit slots that are not divided along mesh axes that divide their parameters."""
     if names := list(names):
         warn(
-            f"slots in 8 bits of {', '.join(names)} are not divided along the last axis, as their "
-            f"parameters are, because a device would have a part of a group of {GROUP} elements "
-            "or of their scales: each device has all of them, always or within each step. Divide "
-            "another axis of these parameters, or give slots_dtype 'bfloat16' for them "
-            "(optzoo.param_groups)",
+            f"8-bit slots of {', '.join(names)} are not divided along the last axis like their "
+            f"parameters, because this would split groups of {GROUP} elements or their scales: "
+            "each device has all of them, always or within each step. Divide another axis of "
+            "these parameters, or use slots_dtype 'bfloat16' for them (optzoo.param_groups)",
         )
 
 
 def divides_groups(whole: Any, x: Any) -> bool:
-    """Whether the sharding of a slot divides groups, or elements that are beside their scales.
+    """Whether the sharding of a slot splits groups, or elements stored beside their scales.
 
-    Codes are then whole, or they are divided and XLA gathers the slot to decode and to encode it.
+    In this case codes are not divided, or XLA gathers the slot to decode and encode it.
     """
     shape = shape_of(x)
     width = whole.shard_shape(shape)[-1] if isinstance(whole, NamedSharding) else shape[-1]
@@ -202,7 +201,7 @@ def _number_of_groups(width: int) -> int:
 
 
 def _to_scale(scale: Array) -> Array:
-    """Rounded to the nearest, at a tie to an even mantissa."""
+    """Rounds to nearest, ties to even."""
     pattern = lax.bitcast_convert_type(scale, jnp.uint32)
     half = np.uint32((1 << 12) - 1) + ((pattern >> _DROPPED) & np.uint32(1))
     # Signed: older compilers for TPUs have no greatest of unsigned integers in kernels.

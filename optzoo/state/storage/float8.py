@@ -1,4 +1,4 @@
-"""Codes of 8 bits that are floating-point numbers, float8 e4m3: of elements, or of their roots."""
+"""8-bit floating-point codes (float8 e4m3): of elements, or of their roots."""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ _LEAST = np.float32(2.0**-9)  # above zero
 
 
 class Float8Codes(NamedTuple):
-    """A slot in 8 bits: the float8 that is nearest to ``448 x`` for elements ``scale * x``."""
+    """An 8-bit slot: the nearest float8 of ``448 x`` for elements ``scale * x``."""
 
     codes: Array  # int8, the bits; of the shape of the slot, or with scales beside them
     scales: Any  # uint16, the greatest magnitudes of the groups; or ()
@@ -27,17 +27,17 @@ class Float8Codes(NamedTuple):
 
     @staticmethod
     def encode(x: Array, scale: Array, bits: Array | None) -> Array:
-        """The codes of elements."""
+        """Encodes elements."""
         return _to_bits(x * (_TOP / jnp.where(scale > 0, scale, 1)), bits)
 
     @staticmethod
     def decode(codes: Array, scale: Array) -> Array:
-        """The elements of codes."""
+        """Decodes codes."""
         return scale * (_from_bits(codes) * np.float32(1 / _TOP))
 
 
 class Float8RootCodes(NamedTuple):
-    """A slot in 8 bits that is never negative: the float8 of ``448 x`` for ``(scale * x)**2``."""
+    """A non-negative 8-bit slot: the float8 of ``448 x`` for ``(scale * x)**2``."""
 
     codes: Array  # int8, the bits; of the shape of the slot, or with scales beside them
     scales: Any  # uint16, the roots of the greatest elements of the groups; or ()
@@ -46,13 +46,13 @@ class Float8RootCodes(NamedTuple):
 
     @staticmethod
     def encode(x: Array, scale: Array, bits: Array | None) -> Array:
-        """The codes of elements; that of one above zero is not zero."""
+        """Encodes elements; the code of a positive element is not zero."""
         y = jnp.sqrt(x) * (_TOP / jnp.where(scale > 0, scale, 1))
         return _to_bits(jnp.where(x > 0, jnp.maximum(y, _LEAST), y), bits)
 
     @staticmethod
     def decode(codes: Array, scale: Array) -> Array:
-        """The elements of codes."""
+        """Decodes codes."""
         return jnp.square(scale * (_from_bits(codes) * np.float32(1 / _TOP)))
 
 

@@ -1,9 +1,9 @@
-"""How slots lie in the state: two in one array, or in 8 bits.
+"""Packed slots in a state: two in one array, or 8-bit.
 
-Two slots in one array are 16-bit slots in words of 32 bits, or others side by side.
+Two slots in one array are 16-bit slots in 32-bit words, or other slots side by side.
 
-A state shows its storage: where two slots of a parameter are packed, the array of both takes the
-place of the first, and a marker, an empty NamedTuple, replaces the second.
+The structure of a state shows its storage: where two slots of a parameter are packed, the array of
+both replaces the first, and a marker, an empty NamedTuple, the second.
 """
 
 import functools
@@ -24,15 +24,15 @@ from .codes import decoded, encoded, has_codes, is_coded, stored
 
 
 class UpperBfloat16(NamedTuple):
-    """In the place of a slot in bfloat16 that is the upper half of the words before it."""
+    """Marks a bfloat16 slot that is the upper half of the words of the previous slot."""
 
 
 class UpperFloat16(NamedTuple):
-    """In the place of a slot in float16 that is the upper half of the words before it."""
+    """Marks a float16 slot that is the upper half of the words of the previous slot."""
 
 
 class SecondHalf(NamedTuple):
-    """In the place of a slot that is the second half of the last axis of the array before it."""
+    """Marks a slot that is the second half of the last axis of the previous slot."""
 
 
 _SIDE_BY_SIDE = jnp.dtype(jnp.float32), jnp.dtype(jnp.float64)
@@ -45,9 +45,9 @@ _DTYPE_OF = {upper: dtype for dtype, upper in _UPPER.items()}
 
 
 def pack(slots: Any, dtype: DTypeLike) -> Any:
-    """Two slots in one where they have this dtype, one of ``PACKABLE``, and the same shapes.
+    """Packs two slots into one if they have this dtype, one of ``PACKABLE``, and equal shapes.
 
-    In 32 and 64 bits that is where arrays have rows of several elements.
+    32- and 64-bit slots are packed if their rows have several elements.
     """
     dtype = jnp.dtype(dtype)
     upper = _UPPER.get(dtype, SecondHalf)
@@ -73,7 +73,7 @@ def pack(slots: Any, dtype: DTypeLike) -> Any:
 
 
 def unpack(slots: Any) -> Any:
-    """Each slot in its own arrays, in a floating-point dtype: the opposite of :func:`pack`."""
+    """Each slot in its own arrays, in a floating-point dtype: the inverse of :func:`pack`."""
     trees = list(map(_decoded, slots))
     for i, j in _pairs(slots):
         both, marks = slots[i], slots[j]
@@ -86,8 +86,8 @@ def unpack(slots: Any) -> Any:
 def pack_like(packed: Any, slots: Any) -> Any:
     """Slots from :func:`unpack` in the storage of ``packed``.
 
-    They may be in float32 if every value is one of the dtype that was packed. What is in 8 bits in
-    ``packed`` is rounded to the nearest, if it is not in 8 bits already.
+    They may be float32 if every value is representable in the packed dtype. Slots that are 8-bit in
+    ``packed`` are rounded to nearest, unless they are 8-bit already.
     """
     trees = list(map(_encoded_like, packed, slots))
     for i, j in _pairs(packed):
@@ -96,7 +96,7 @@ def pack_like(packed: Any, slots: Any) -> Any:
 
 
 def is_packed(slots: Any) -> bool:
-    """Whether there are arrays of two slots, or arrays in 8 bits, among them."""
+    """Whether the slots have arrays of two slots, or 8-bit arrays."""
     return has_codes(slots) or any(True for _ in _pairs(slots))
 
 
@@ -114,7 +114,7 @@ def _encoded_like(old: Any, new: Any) -> Any:
 
 
 def _map_stored(f: Any, *trees: Any) -> Any:
-    """``f`` of arrays as they are stored; of those of a table in lines as if it were not."""
+    """Applies ``f`` to stored arrays; arrays of a table in lines are passed as if not in lines."""
 
     def of_each(*xs):
         if not is_lines(xs[0]):
@@ -125,13 +125,13 @@ def _map_stored(f: Any, *trees: Any) -> Any:
 
 
 def _of_arrays(f: Any, *args: Any) -> Any:
-    """``f`` of arrays, which may be abstract."""
+    """Applies ``f`` to arrays, which may be abstract."""
     is_abstract = any(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(args))
     return jax.eval_shape(f, *args) if is_abstract else f(*args)
 
 
 def _pairs(slots: Any) -> Iterator[tuple[int, int]]:
-    """The places of the arrays of two slots, and of the markers."""
+    """The positions of the arrays of two slots, and of the markers."""
     words = halves = 0
     for j, tree in enumerate(slots):
         leaves = jax.tree.leaves(tree, is_leaf=_is_mark)
@@ -158,7 +158,7 @@ def _avals(tree: Any) -> Any:
 
 
 def _packed(firsts: Any, seconds: Any, marks: Any) -> tuple[Any, Any]:
-    """The trees in the places of two slots; at a leaf without a marker they are as they were."""
+    """The trees of two slots; leaves without a marker are unchanged."""
     joined = jax.tree.map(_joined, firsts, seconds, marks)
     kept = jax.tree.map(lambda b, mark: mark if _is_mark(mark) else b, seconds, marks)
     return joined, kept
@@ -187,13 +187,13 @@ def _words(lower: Array, upper: Array, dtype: Any) -> Array:
 @_words.defjvp
 def _(dtype, primals, tangents):
     raise TypeError(
-        "slots packed in 16 bits are integers, which have no derivative: to differentiate "
-        "through an update use optzoo.slots_dtype(..., packed=False)"
+        "packed 16-bit slots are integers, which have no derivative: to differentiate through an "
+        "update use optzoo.slots_dtype(..., packed=False)"
     )
 
 
 def _part(both: Any, n: int, mark: Any) -> Any:
-    """A slot of an array of two, or without a marker the ``n``-th of the array and the mark."""
+    """One slot of an array of two; without a marker, the ``n``-th of the array and the marker."""
     if not _is_mark(mark):
         return mark if n else both
     if type(mark) is SecondHalf:
@@ -208,7 +208,7 @@ def _part(both: Any, n: int, mark: Any) -> Any:
 
 
 _COMPLEX = (
-    "the state has two slots in one array of complex numbers, as optzoo.slots_dtype(..., "
-    "packed=True) stored them in the past: give the real and the imaginary parts to "
+    "the state has two slots in one complex array, as in older versions of "
+    "optzoo.slots_dtype(..., packed=True): give the real and the imaginary parts to "
     "optzoo.set_slot(tx.init(params), name, parts)"
 )

@@ -1,7 +1,7 @@
-"""How slots are stored: in their dtypes, packed, in 8 bits, or rounded at random.
+"""Stored slots: in their dtypes, packed, 8-bit, or stochastically rounded.
 
-:func:`load` gives the slots that a rule computes with, :func:`save` the slots of the state again.
-Only ``rules/on_stored.py`` calls them: rules and rows policies do not know the storage.
+:func:`load` returns the slots with which a rule computes, :func:`save` the slots of the state. Only
+``rules/on_stored.py`` calls them: rules and rows policies do not depend on the storage.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ STREAM = 0x9E3779B9
 
 
 class Rounding(NamedTuple):
-    """How an update rounds slots in 16 bits at random."""
+    """How an update rounds 16-bit slots stochastically."""
 
     seed: Array
     notes: Notes  # one for each part of a state whose slots the update has loaded
 
 
 class StoredSlots(NamedTuple):
-    """The slots of a parameter as they lie in the state, and the start of its random bits.
+    """The stored slots of a parameter, and the start of its random bits.
 
     Both parts have the rows of the parameter if its gradient is SparseRows, so a rows policy
-    gathers and scatters them with ``jax.tree.map``, whatever the storage.
+    gathers and scatters them with ``jax.tree.map``, for any storage.
     """
 
     slots: Any  # a named tuple
@@ -60,8 +60,9 @@ class StoredSlots(NamedTuple):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"slots that are packed or rounded at random have no field {name!r} here: compute with "
-            "them in the rule, or gather rows of all with jax.tree.map(g.gather, slots)"
+            f"stored slots that are packed or stochastically rounded have no field {name!r}: "
+            "compute with them in the rule, or gather rows of all slots with "
+            "jax.tree.map(g.gather, slots)"
         )
 
 
@@ -73,17 +74,17 @@ def stored_slots(
     step: Array,
     gathered: Mapping[str, SparseRows] | None = None,
 ) -> Any:
-    """The slots of each parameter with what their storage needs; plain slots as they are.
+    """The slots of each parameter with the data for their storage; plain slots are unchanged.
 
     Args:
-        rounding: at random; None to round to the nearest.
-        rows: for each parameter the named tuple of its slots.
+        rounding: stochastic rounding; None to round to nearest.
+        rows: the named tuple of slots of each parameter.
         updates: the tree of gradients.
-        gs: its leaves.
+        gs: the leaves of ``updates``.
         step: the number of this update.
-        gathered: by the paths of parameters whose gradients and slots are arrays of some rows of a
-            table, these rows. Each is rounded by the random bits that it has in its table, and not
-            by those of its place in the array, which a row of another shard may have too.
+        gathered: for parameters whose gradients and slots are arrays of some rows of a table, these
+            rows, by path. Each row is rounded by the random bits of its position in the table, not
+            in the array, which may equal that of a row of another shard.
     """
     if rounding is None:
         return [StoredSlots(row, None) if is_packed(row) else row for row in rows]
@@ -105,12 +106,12 @@ def stored_slots(
 
 
 def stored_arrays(s: Any) -> Any:
-    """The slots alone, as the state has them."""
+    """The slots without further data, as in the state."""
     return s.slots if isinstance(s, StoredSlots) else s
 
 
 def load(s: Any) -> Any:
-    """Slots as a rule computes with them: each in its own array."""
+    """The slots with which a rule computes: each in its own array."""
     return jax.tree.map(upcast, unpack(s.slots)) if isinstance(s, StoredSlots) else s
 
 
@@ -130,11 +131,11 @@ def save(old: Any, new: Any) -> Any:
 def read_back(saved: Any, new: Any) -> Any:
     """The slots from which the update is computed, given :func:`save`'s result.
 
-    An update is computed from packed or randomly rounded slots as they are stored: it then reads
-    the new words alone. If it read the old ones too, XLA would have to copy them before the new
-    ones take their place. Float16 has few exponents: there a mean square that the update divides by
-    may be rounded to zero, so the update is computed from the slots before they are rounded; and so
-    it is from slots in 8 bits, as in their publication.
+    An update is computed from packed or stochastically rounded slots in stored form, so that it
+    reads only the new words. If it also read the old words, XLA would have to copy them before
+    overwriting them. With float16, whose exponent range is small, a mean square in the denominator
+    of the update may be rounded to zero, so the update is computed from the slots before rounding;
+    and so it is with 8-bit slots, as in their publication.
     """
     if not isinstance(saved, StoredSlots) or has_codes(saved.slots):
         return new
@@ -146,10 +147,10 @@ def rounded(old: Any, new: Array, start: Array | None, k: int) -> Any:
     """The new value of the k-th slot in the dtype of the old one, or representable in it.
 
     Args:
-        old: the slot as it was, an array or codes.
-        new: in at least float32.
-        start: of the random bits; None to round to the nearest.
-        k: the position of the slot.
+        old: the old slot, an array or codes.
+        new: the new values, in at least float32.
+        start: the start of the random bits; None to round to nearest.
+        k: the index of the slot.
     """
     bits = None
     if start is not None and (is_coded(old) or jnp.dtype(old.dtype) in DTYPES):
@@ -163,11 +164,11 @@ def rounded(old: Any, new: Array, start: Array | None, k: int) -> Any:
 
 
 def slots_like(state: Any, like: Any) -> Any:
-    """A state with its slots stored as in another one: their dtypes, packing, 8 bits and owners.
+    """Converts a state to the storage of another one: dtypes, packing, 8-bit codes and owners.
 
-    It takes the place of the given state: arrays that do not change are the same. Matrices with
-    owners (:func:`optzoo.soap`) may come from a state with owners along other axes, of another
-    number of devices, or without owners, and become one without.
+    Unchanged arrays are shared with the given state. Matrices with owners (:func:`optzoo.soap`) may
+    be converted from owners along other axes or of another number of devices, and from or to a
+    state without owners.
 
     Example:
         >>> import jax, jax.numpy as jnp, optzoo
@@ -178,9 +179,9 @@ def slots_like(state: Any, like: Any) -> Any:
         int8
 
     Args:
-        state: of an optimizer of this library, alone or within optax's chains and wrappers.
-        like: the state of the same optimizer and parameters in the other storage; abstract arrays
-            are enough.
+        state: the state of an optimizer of this library, also in chains and wrappers of optax.
+        like: the state of the same optimizer and parameters in the other storage; it may be
+            abstract.
 
     Raises:
         ValueError: if the states are not of the same optimizer and parameters.
@@ -188,7 +189,7 @@ def slots_like(state: Any, like: Any) -> Any:
     is_node = lambda node: isinstance(node, LeafwiseState | OwnersState)
     (nodes, news), (wanted, olds) = (jax.tree.flatten(tree, is_node) for tree in (state, like))
     if olds != news:
-        raise StateError(f"like must be a state of the same transformation: {news} and {olds}")
+        raise StateError(f"like must be a state of the same transformation, got {news} and {olds}")
     pairs = zip(nodes, wanted, strict=True)
     return olds.unflatten([_slots_like(a, b) if is_node(a) and is_node(b) else a for a, b in pairs])
 
@@ -213,7 +214,7 @@ def _slots_like(state: Any, like: Any) -> Any:
 
 
 def _whole(state: LeafwiseState | OwnersState) -> LeafwiseState:
-    """A state with every slot in arrays of its own, and without owners."""
+    """A state with every slot in its own array, and without owners."""
     if isinstance(state, LeafwiseState):
         return state._replace(slots=unpack(state.slots))
     parts = [unpack(part.slots) for part in (state.matrices, state.others)]
@@ -225,13 +226,13 @@ def _whole(state: LeafwiseState | OwnersState) -> LeafwiseState:
 
 
 def unpack_state(state: Any) -> Any:
-    """The state with every slot in arrays of its own, without stacks and packed pairs."""
+    """The state with every slot in its own array, without stacks and packed pairs."""
     unpacked = lambda slots: type(slots)._make(map(unstack, unpack(slots)))
     return map_nodes(LeafwiseState, lambda x: x._replace(slots=unpacked(x.slots)), state)
 
 
 def pack_state_like(packed: Any, state: Any) -> Any:
-    """An unpacked state in the form of another one."""
+    """An unpacked state in the storage of another one."""
 
     def packed_like(x, old):
         pairs = zip(unpack(old.slots), x.slots, strict=True)

@@ -159,6 +159,6 @@ REFUSED = {
     "NeuralOptimizer1": "may use all rows",
     "NormalizedSGD": "may mix the rows",
     "PowerSign": "may use all rows",
-    "Shampoo": "has rows elsewhere|may mix the rows",
+    "Shampoo": "has rows in an axis other|may mix the rows",
     "VariableClipping": "no parameter matches",  # it names them
 }

@@ -111,7 +111,7 @@ def test_refuses_what_moves_other_rows(name):
 
 @pytest.mark.parametrize("name", NEVER)
 def test_on_rows_does_not_help_these(name):
-    with pytest.raises(ValueError, match=r"may mix|elsewhere than in axis 0"):
+    with pytest.raises(ValueError, match=r"may mix|in an axis other than 0"):
         optzoo.interop.sparsecore.sparsecore(optzoo.on_rows(CATALOG[name].make()))
 
 
