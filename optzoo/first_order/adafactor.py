@@ -77,9 +77,9 @@ def adafactor(
     ``t5.Adafactor`` set ``min_dim_size_to_factor=128``; Mesh TensorFlow before 2020 had 32.
 
     ``optax.adafactor`` gives the same values at the same ``min_dim_size_to_factor`` (128 by
-    default), unless the three longest axes are equal: it then factors over the last ones, and
-    parameters of shape (4, 4, 4) differed by a tenth after 10 steps. Its ``decay_rate`` is the
-    exponent 0.8, its ``momentum`` is ``b1``, and its rate is 1 without a ``learning_rate``.
+    default), unless the second and the third longest axes are equal, as in shapes (4, 4, 4) and
+    (8, 4, 4): of equal axes it takes the last. Its ``decay_rate`` is the exponent 0.8, its
+    ``momentum`` is ``b1``, and its rate is 1 without a ``learning_rate``.
 
     A row-sparse gradient is treated as dense (:func:`optzoo.rules.dense`), as in the original.
 
