@@ -20,7 +20,7 @@ import optax
 from ..core.checks import check_transformation
 from ..core.numerics import has_keys
 from ..core.optimizer import Optimizer, about_of
-from ..jaxprs.reads import check_all_read
+from ..jaxprs.reads import UnusedKeyword, check_all_read
 from ..registry import create, factory_of
 from ..state.inner import fitting
 from ..state.sharding import state_sharding
@@ -118,7 +118,7 @@ class _Program:
                 f"the update of tx needs {missing[0]}, which fit does not pass: use "
                 "optzoo.minimize or a custom training loop"
             )
-        if "reads 'learning_rate'" in text:
+        if isinstance(error, UnusedKeyword) and error.name == "learning_rate":
             return (
                 "learning_rate is given, but nothing in tx reads it: leave it out, or put "
                 "optzoo.transforms.scale_by_learning_rate last in an optax.chain"

@@ -47,8 +47,19 @@ def unread(
     return found, sorted(known)
 
 
+class UnusedKeyword(TypeError):
+    """A keyword of an update that the transformation does not use."""
+
+    def __init__(self, name: str, text: str):
+        super().__init__(name, text)
+        self.name = name
+
+    def __str__(self) -> str:
+        return self.args[1]
+
+
 def check_all_read(tx: Any, update: Callable[..., Any], extra_args: Mapping[str, Any]) -> None:
-    """Raises ``TypeError`` if a transformation does not read one of the given keywords.
+    """Raises ``UnusedKeyword`` if a transformation does not use one of the given keywords.
 
     Args:
         tx: the transformation.
@@ -70,4 +81,4 @@ def check_all_read(tx: Any, update: Callable[..., Any], extra_args: Mapping[str,
         right = right_name(name) if right_name(name) != name else near[0] if near else None
         meant = f"; did you mean {right!r}?" if right else ""
         read = f" Keywords of the optzoo transformations in it: {', '.join(known)}" if known else ""
-        raise TypeError(f"this transformation does not use {name!r}{meant}.{read}")
+        raise UnusedKeyword(name, f"this transformation does not use {name!r}{meant}.{read}")

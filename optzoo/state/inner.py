@@ -19,7 +19,7 @@ from ..core.optimizer import Optimizer, about_of
 from ..core.paths import leaves_with_path, path_name
 from ..core.rows import as_arrays, fits, is_sparse_or_none
 from ..jaxprs.equations import used_inputs
-from ..jaxprs.reads import note_reads, unread
+from ..jaxprs.reads import UnusedKeyword, note_reads, unread
 from .fit import SWAPPED, KnownStates, StateError, change
 from .types import (
     AccumulateState,
@@ -167,14 +167,15 @@ def inner_transformation(**arguments: Any) -> Optimizer:
 
 
 def _check_rate_is_read(name: str, update: Any, updates: Any, rate: Any) -> None:
-    """Raises ``TypeError`` if the updates of the parameters do not depend on the rate."""
+    """Raises ``UnusedKeyword`` if the updates of the parameters do not depend on the rate."""
     names, _ = unread(functools.partial(update, updates), {"learning_rate": rate})
     if not names:
         return
     jaxpr = jax.make_jaxpr(lambda gs: update(gs, learning_rate=rate)[0])(updates)
     if any(used_inputs(jaxpr.jaxpr)):  # otherwise the parameters are frozen
-        raise TypeError(
+        raise UnusedKeyword(
+            "learning_rate",
             f"update got a learning_rate, but {name} does not use it: give an optimizer of "
             "optzoo, or optax.chain(optax.scale_by_adam(), "
-            "optzoo.transforms.scale_by_learning_rate(rate))"
+            "optzoo.transforms.scale_by_learning_rate(rate))",
         )

@@ -427,6 +427,11 @@ def test_refuses_methods_for_replicas(name, axis_name):
         ),
         (lambda: for_fit(optzoo.caught_up(optzoo.adam())), ValueError, "tx is optzoo.caught_up"),
         (lambda: for_fit(optax.adam(0.1), 0.1), ValueError, "nothing in tx reads it: leave it out"),
+        (
+            lambda: for_fit(optzoo.accumulate(optax.adam(0.1), 2), 0.1),
+            ValueError,
+            "nothing in tx reads it: leave it out",
+        ),
         (lambda: for_fit("adam", lambda step: 0.1), TypeError, "or a Keras schedule, got"),
         (
             lambda: keras.saving.get_registered_object("optzoo>FitOptimizer")("adam", clipnorm=1),
