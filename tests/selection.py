@@ -10,9 +10,12 @@ import pytest
 
 from . import costs
 
-# Seconds of CPU that the cases of one test function may take in `make test`. One case is run in any
-# case, unless it takes longer than MOST.
-BUDGET, MOST = 0.3, 0.5
+# Seconds of CPU that the cases of one test function may take together. One case is run in any case,
+# unless it alone takes longer than the second number. What exceeds the limits has the mark.
+LIMITS = {
+    "full": (0.1, 0.3),  # not in `make test`
+    "nightly": (0.3, 0.5),  # nor in what CI runs each time on the newest Python
+}
 
 # One optimizer for each way to compute an update: with and without slots, rows lazy, dense or with
 # slots that decay, by global step, proximal, by norms, by rows, by counters, of second order, and
@@ -108,30 +111,33 @@ def chosen_first(cases: Iterable[str], chosen: Collection[str]) -> list[str]:
 
 
 def select(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Removes, and returns, tests that do not apply; marks slow ones as ``full``."""
+    """Removes, and returns, tests that do not apply; marks slow ones as ``LIMITS`` says."""
     out = [item for item in items if _does_not_apply(item)]
     items[:] = [item for item in items if item not in out]
     functions = collections.defaultdict(list)
     for item in items:
         functions[costs.function_of(item.nodeid)].append(item)
+        if item.get_closest_marker("full"):  # by hand
+            item.add_marker("nightly")
     for cases in functions.values():
-        for item in _slow(cases):
-            item.add_marker(pytest.mark.full)
+        for mark, limits in LIMITS.items():
+            for item in _slow(cases, *limits):
+                item.add_marker(mark)
     return out
 
 
-def _slow(cases: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """The cases of a test function that only ``make test-full`` runs.
+def _slow(cases: list[pytest.Item], together: float, alone: float) -> Iterator[pytest.Item]:
+    """The cases of a test function that exceed the limits.
 
-    The first cases are quick, up to a total time of BUDGET. Cases with a new value of a parameter
-    precede the others; with the mark ``every_value`` all of them are quick. With the mark
-    ``unique`` one case is quick, for any time.
+    The first cases do not, up to a total time. Cases with a new value of a parameter precede the
+    others; with the mark ``every_value`` all of them are within the limits. With the mark
+    ``unique`` one case is, for any time.
     """
     cost, spent = costs.expected(cases[0].nodeid), 0.0
     marked = lambda name: cases[0].get_closest_marker(name) is not None
     for item, is_new in _in_turn(cases):
-        is_first = spent == 0.0 and (cost <= MOST or marked("unique"))
-        if is_first or spent + cost <= BUDGET or (is_new and marked("every_value")):
+        is_first = spent == 0.0 and (cost <= alone or marked("unique"))
+        if is_first or spent + cost <= together or (is_new and marked("every_value")):
             spent += cost
         else:
             yield item

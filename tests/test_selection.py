@@ -27,8 +27,7 @@ def quick(pytester, monkeypatch):
         items = pytester.getitems(f"import pytest\n{code}")
         recorded = {"cases": {costs.function_of(items[0].nodeid): seconds}}
         monkeypatch.setattr(costs, "_recorded", lambda: recorded)
-        monkeypatch.setattr(selection, "BUDGET", 0.3)
-        monkeypatch.setattr(selection, "MOST", 1.8)
+        monkeypatch.setattr(selection, "LIMITS", {"full": (0.3, 1.8)})
         selection.select(items)
         return [x.name for x in items if not x.get_closest_marker("full")]
 
@@ -47,6 +46,15 @@ def test_a(n):
 )
 def test_so_many_cases_as_the_budget_pays(quick, seconds, number):
     assert quick(FIVE, seconds) == [f"test_a[{n}]" for n in range(number)]
+
+
+def test_what_is_not_quick_runs_in_ci_or_at_night(pytester, monkeypatch):
+    items = pytester.getitems(f"import pytest\n{FIVE}\n@pytest.mark.full\ndef test_b():\n    pass")
+    monkeypatch.setattr(costs, "_recorded", lambda: {"cases": {}})
+    monkeypatch.setattr(selection, "LIMITS", {"full": (0.1, 0.3), "nightly": (0.3, 0.5)})
+    selection.select(items)
+    marks = [{mark.name for mark in item.iter_markers()} & {"full", "nightly"} for item in items]
+    assert marks == [set(), {"full"}, {"full"}, *[{"full", "nightly"}] * 3]
 
 
 def test_cases_with_new_values_come_first(quick):

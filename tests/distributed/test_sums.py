@@ -251,6 +251,7 @@ def test_means_of_the_squares_of_rows(dtype):
 # More rows than fit
 
 
+@pytest.mark.unique
 def test_a_sum_with_more_rows_than_fit_is_nan():
     """The total has room for twice the rows of the last gradient, or for the whole table."""
     tx = optzoo.sync_replicas(DESCENT, 2, 1, axis_name=None)

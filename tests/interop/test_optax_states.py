@@ -156,6 +156,7 @@ def gap(old, new, dtype=np.float32):
     return largest(params, want), largest(ignored(back), ignored(state))
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize("name", chosen_first(SAME, ["groups"]))
 def test_the_same_formula(name, x64):
     assert max(gap(*SAME[name])) < 1e-6

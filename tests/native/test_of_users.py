@@ -175,6 +175,26 @@ def test_what_is_required_is_never_left_to_xla(where):
         elsewhere(where, optzoo.native_step(tx, required=True), *args)
 
 
+@jax.custom_jvp
+def doubled_sums(a):
+    """A function with an operation that native code has, and one that it lacks."""
+    return 2 * jnp.cumsum(a, axis=-1)
+
+
+doubled_sums.defjvp(lambda primals, tangents: (doubled_sums(*primals), doubled_sums(*tangents)))
+
+
+def test_a_function_of_which_native_code_has_a_part():
+    """XLA computes it, and native code the rows around it."""
+    rule = lambda g, x, s, t: (-0.5 * doubled_sums(g) - 0.25 * x, Slots(s.m + doubled_sums(g)))
+    tx = optzoo.rules.leafwise(rule, slots=Slots(optzoo.rules.zeros), needs_params=True)
+    x, g = jnp.asarray(TABLE), SparseRows(jnp.array([1, 3]), jnp.ones((2, WIDTH)), ROWS)
+    new, state = jax.jit(optzoo.native_step(tx, required=True))(x, tx.init(x), g)
+    sums, touched = np.array([2.0, 4.0, 6.0]), [[0], [1], [0], [1]]
+    np.testing.assert_array_equal(new, TABLE - touched * (0.5 * sums + 0.25 * TABLE))
+    np.testing.assert_array_equal(optzoo.get_slot(state, "m"), touched * sums)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_optimizers(seed):
     of_users.run(of_users.Program(seed))

@@ -20,6 +20,7 @@ from optzoo import SparseRows
 from optzoo.core.optimizer import about_of
 from optzoo.core.rows import Shard
 from optzoo.deferred.tables import map_tables, whole
+from optzoo.state.storage.at_random import places_of_rows
 from optzoo.state.types import LeafwiseState, map_nodes
 from optzoo.train.sharded import update_deferred
 
@@ -138,6 +139,17 @@ def test_bits_of_updates(dtype, number):
 
 
 MESH = Mesh(np.array(jax.devices()[:DEVICES]), ("d",))
+
+
+@pytest.mark.parametrize("is_64", [False, True])
+def test_places_of_rows_of_long_tables(is_64, x64):
+    """They wrap at 32 bits, also where integers have 64."""
+    ids = np.array([0, 3, 40_000_000, 2**31 - 2], np.int32)
+    want = (7 + ids.astype(np.uint64) * 6 * 64) % 2**32
+    with x64(is_64):
+        found = places_of_rows(jnp.uint32(7), jnp.asarray(ids), (2**31 - 1, 6, 64))
+    assert found.dtype == np.uint32
+    np.testing.assert_array_equal(found, want.astype(np.uint32))
 
 
 def spec_of(x):

@@ -22,6 +22,7 @@ def test_clip_by_global_norm_is_that_of_the_dense_gradient(max_norm):
     chex.assert_trees_all_close(got, want, rtol=1e-6)
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_clip_by_global_norm_of_special_gradients(dtype):
     """Zeros stay zeros, a missing gradient stays missing, a squared float16 does not overflow."""
