@@ -50,7 +50,8 @@ def test_so_many_cases_as_the_budget_pays(quick, seconds, number):
 
 def test_what_is_not_quick_runs_in_ci_or_at_night(pytester, monkeypatch):
     items = pytester.getitems(f"import pytest\n{FIVE}\n@pytest.mark.full\ndef test_b():\n    pass")
-    monkeypatch.setattr(costs, "_recorded", lambda: {"cases": {}})
+    recorded = {"cases": {costs.function_of(items[0].nodeid): 0.09}}
+    monkeypatch.setattr(costs, "_recorded", lambda: recorded)
     monkeypatch.setattr(selection, "LIMITS", {"full": (0.1, 0.3), "nightly": (0.3, 0.5)})
     selection.select(items)
     marks = [{mark.name for mark in item.iter_markers()} & {"full", "nightly"} for item in items]
