@@ -15,7 +15,7 @@ from . import costs
 
 _LAST = pathlib.Path(sys.prefix, "tests_last_run.json")
 _EVERY, _SHORT = 20.0, 0.5  # seconds between two lines in a file, and on a terminal
-_LEAST = 200  # tests of a run that tells something about the next one
+_LEAST = 60.0  # recorded seconds of CPU of a run from which the time of the next one is estimated
 
 
 class Progress:
@@ -81,7 +81,7 @@ class Progress:
 
     def pytest_sessionfinish(self):
         """Remembers how long it took."""
-        if self._number >= _LEAST and not self._left:
+        if self._total >= _LEAST and not self._left:
             took = (time.monotonic() - self._begun) * costs.speed() * self._workers / self._total
             _LAST.write_text(json.dumps(round(took, 3)))
 

@@ -186,7 +186,6 @@ def test_programs_that_were_read_longest_ago_are_removed(tmp_path, monkeypatch):
 def test_progress(pytester, monkeypatch, capsys):
     monkeypatch.setattr(progress, "_LAST", pytester.path / "last.json")
     monkeypatch.setattr(progress, "_EVERY", 0.0)
-    monkeypatch.setattr(progress, "_LEAST", 3)
     monkeypatch.setattr(costs, "expected", lambda name: 40.0)
     monkeypatch.setattr(costs, "speed", lambda: 2.0)
     (pytester.path / "last.json").write_text("0.5")
@@ -203,4 +202,8 @@ def test_progress(pytester, monkeypatch, capsys):
     assert shown[-1].endswith("about 0:00 left")
     at = lines.index("FAILED test_progress.py::test_fails")
     assert lines.index(shown[1]) < at < lines.index(shown[2])  # at once
-    assert json.loads((pytester.path / "last.json").read_text()) != 0.5
+    last = (pytester.path / "last.json").read_text()
+    assert json.loads(last) != 0.5
+    monkeypatch.setattr(costs, "expected", lambda name: 19.0)  # too few seconds to tell
+    pytester.inline_run("-q", plugins=[Plugin()])
+    assert (pytester.path / "last.json").read_text() == last
