@@ -1,6 +1,8 @@
 """Which changes of the code `make mutants` makes, and which it draws."""
 
 import collections
+import pathlib
+import tomllib
 
 import pytest
 
@@ -107,3 +109,9 @@ def test_each_kind_is_drawn_as_often(tmp_path):
 def test_the_lines_of_a_statement():
     code = "if a:\n    x = g(\n        y,\n    )\n    z = 1\n"
     assert [statement(code, line) for line in (1, 3, 5)] == [range(1, 2), range(2, 5), range(5, 6)]
+
+
+def test_each_explained_change_is_listed_once():
+    text = pathlib.Path(__file__).with_name("mutants").joinpath("explained.toml").read_text()
+    keys = [entry["key"] for entry in tomllib.loads(text)["mutant"]]
+    assert sorted({*keys}) == sorted(keys)
