@@ -115,7 +115,7 @@ def row_wise_lamb(
         You et al., `Large Batch Optimization for Deep Learning: Training BERT in 76 minutes
         <https://arxiv.org/abs/1904.00962>`_, 2020; ``EmbOptimType.LAMB`` of `FBGEMM
         <https://github.com/pytorch/FBGEMM>`_. It needs a GPU and was not run for comparison: the
-        formula follows its source code.
+        formula follows its source code, which gives NaN where it divides zero by zero.
     """
     return descend(learning_rate, scale_by_row_wise_lamb(b1, b2, eps, weight_decay))
 
@@ -163,7 +163,8 @@ def partial_row_wise_lamb(
 
     References:
         ``EmbOptimType.PARTIAL_ROWWISE_LAMB`` of `FBGEMM <https://github.com/pytorch/FBGEMM>`_. It
-        needs a GPU and was not run for comparison: the formula follows its source code.
+        needs a GPU and was not run for comparison: the formula follows its source code, which gives
+        NaN where it divides zero by zero.
     """
     return descend(learning_rate, scale_by_partial_row_wise_lamb(b1, b2, eps, weight_decay))
 

@@ -66,7 +66,7 @@ def row_wise_lars(
         You et al., `Large Batch Training of Convolutional Networks
         <https://arxiv.org/abs/1708.03888>`_, 2017; ``EmbOptimType.LARS_SGD`` of `FBGEMM
         <https://github.com/pytorch/FBGEMM>`_. It needs a GPU and was not run for comparison: the
-        formula follows its source code.
+        formula follows its source code, which gives NaN where it divides zero by zero.
     """
     check_rate(learning_rate)
     check_not_negative(
