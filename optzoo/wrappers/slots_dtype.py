@@ -107,6 +107,9 @@ def slots_dtype(
     With either option and 16 bits, an update is computed from the slots after rounding in bfloat16,
     and before rounding in float16.
 
+    ``init`` creates the slots of ``inner`` and converts them. In ``jax.jit(tx.init)``, the compiler
+    omits these larger arrays.
+
     Random rounding and packing in float32 or float64 have the derivative of the identity. Slots in
     8 bits, or packed in 16 bits, have no derivative: differentiating an update is an error.
 
