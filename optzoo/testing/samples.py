@@ -59,6 +59,11 @@ def in_numpy(tree):
     return jax.tree.map(convert, tree, is_leaf=is_rows)
 
 
+def to_dense(tree):
+    """A tree with dense arrays in place of rows."""
+    return map_rows(lambda g: g.to_dense(), tree)
+
+
 def plain(tree):
     """A tree with rows as plain arrays, which can be compared."""
     return map_rows(lambda g: (g.indices, g.values), tree)
