@@ -65,6 +65,8 @@ def test_transformations(name):
     dtype = "bfloat16" if name == "master_weights" else "float32"
     x = {**params(), "other": jnp.ones(3)}  # of which there is a stack
     x = jax.tree.map(lambda a: a.astype(dtype), x)
+    if name == "ema_in_place":
+        del x["one_row"]  # its rows have no halves
     grads = row_grads(x)
     state, before = tx.init(x), copied(tx)
     with jax.disable_jit():
