@@ -11,7 +11,8 @@ import pytest
 
 import optzoo
 from optzoo import CATALOG, SparseRows, slots_dtype
-from optzoo.first_order.adam import AdamSlots, adam_rule
+from optzoo.core.rows import map_rows
+from optzoo.first_order.adam import AdamSlots, adam_rule, corrected
 from optzoo.jaxprs.graph import Graph
 from optzoo.jaxprs.primitives import CALLS, Kind
 from optzoo.state import LeafwiseState
@@ -31,7 +32,7 @@ def dtypes(tree):
 
 
 def merged(grads):
-    return {**grads, "table": grads["table"].coalesce()}
+    return map_rows(SparseRows.coalesce, grads)
 
 
 ROWS = merged(row_grads(params()))
@@ -512,7 +513,7 @@ def test_a_rows_policy_of_a_user_is_lazy_in_any_storage(options):
         assert memory.temp_size_in_bytes < 0.2 * x.nbytes
 
 
-POWERS = {"powers": {"beta1_power": 0.9, "beta2_power": 0.999}}
+POWERS = {"powers": {"beta1_power": 0.9, "beta2_power": 0.999}, "precompute": corrected}
 plain_slots = lambda: AdamSlots(optzoo.rules.zeros, optzoo.rules.zeros)
 
 
