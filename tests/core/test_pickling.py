@@ -35,7 +35,9 @@ WRAPPERS = {
     "ensemble": lambda tx: optzoo.interop.fbgemm.ensemble(tx, 2, 3),
     "multitask": optzoo.multitask,
     "skip_spikes": lambda tx: optzoo.skip_spikes(tx, on="norm"),
-    "param_groups": lambda tx: optzoo.param_groups({"table": tx, "0|1|other": optax.sgd(0.1)}),
+    "param_groups": lambda tx: optzoo.param_groups(
+        {"table|one_row": tx, "0|1|other": optax.sgd(0.1)}
+    ),
     "stacked": optzoo.stacked,
     "accumulate": lambda tx: optzoo.accumulate(tx, 2, max_rows=ACCUMULATED),
     "int8": lambda tx: optzoo.slots_dtype(tx, "int8"),
