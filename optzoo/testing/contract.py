@@ -192,8 +192,10 @@ def test_untouched_rows(entry, case):
     assert stay(moved, params) == (entry.rows != "dense")
     assert any(not still for still in rests) == (entry.rows in ("touched", "dense"))
     assert jnp.all(moved["table"][jnp.array([1, 3])] != params["table"][jnp.array([1, 3])])
+    assert jnp.any(moved["one_row"] != params["one_row"])
     for new, old in zip(new_slots, old_slots, strict=True):
         assert jnp.all(new["table"][jnp.array([1, 3])] != old["table"][jnp.array([1, 3])])
+        assert jnp.any(new["one_row"] != old["one_row"])
 
 
 def test_rows_sum_in_any_order_and_padding_is_ignored(case):
@@ -211,12 +213,13 @@ def test_rows_sum_in_any_order_and_padding_is_ignored(case):
 def test_rows_equal_the_dense_gradient_where_they_touch(case):
     params, state = case.warm
     grads = row_grads(params)
-    dense = {**grads, "table": grads["table"].to_dense()}
+    dense = samples.to_dense(grads)
     (got, state), (want, wanted) = (step(case.tx, g, params, state) for g in (grads, dense))
     here = jnp.array([1, 3])
     pairs = [(got, want), *zip(samples.slots(state), samples.slots(wanted), strict=True)]
     for actual, expected in pairs:
         chex.assert_trees_all_close(actual["table"][here], expected["table"][here], rtol=1e-6)
+        chex.assert_trees_all_close(actual["one_row"], expected["one_row"], rtol=1e-6)
         chex.assert_trees_all_equal(actual["layer"], expected["layer"])
 
 
@@ -248,10 +251,10 @@ def test_empty_tree(case):
 
 def test_no_gradient_no_change(case):
     tx, (params, state) = case.tx, case.warm
-    some = {"table": None, "layer": (None, jnp.ones(()))}
+    some = {"table": None, "layer": (None, jnp.ones(())), "one_row": None}
     updates, after = tx.update(some, state, params)
-    assert updates["table"] is None and updates["layer"][0] is None and updates["layer"][1] != 0
-    kept = lambda slot: (slot["table"], slot["layer"][0])
+    kept = lambda tree: (tree["table"], tree["layer"][0], tree["one_row"])
+    assert kept(updates) == (None, None, None) and updates["layer"][1] != 0
     for new, old in zip(samples.slots(after), samples.slots(state), strict=True):
         chex.assert_trees_all_equal(kept(new), kept(old))
         assert new["layer"][1] != old["layer"][1]
@@ -274,7 +277,7 @@ def test_random_keys_are_refused_unless_they_are_hidden(case):
     params = {**samples.params(), "key": jax.random.key(0)}
     with pytest.raises(TypeError, match=r"'key' has dtype key<fry>: .* hide them by optax.masked"):
         case.tx.init(params)
-    hidden = optax.masked(case.tx, {"table": True, "layer": True, "key": False})
+    hidden = optax.masked(case.tx, {"table": True, "layer": True, "one_row": True, "key": False})
     grads = {**dense_grads(samples.params()), "key": None}
     updates, _ = hidden.update(grads, hidden.init(params), params)
     assert updates.pop("key") is None
@@ -290,7 +293,7 @@ def test_leaves_without_elements_or_axes(case):
 
 def test_masked_leaves_pass(case):
     params, grads = samples.params(), dense_grads(samples.params())
-    tx = optax.masked(case.tx, {"table": True, "layer": False})
+    tx = optax.masked(case.tx, {"table": True, "layer": False, "one_row": True})
     moved, state = step(tx, grads, params)
     want = {**case.warm[0], "layer": optax.apply_updates(params, grads)["layer"]}
     chex.assert_trees_all_equal(moved, want)
@@ -320,7 +323,7 @@ def test_nan_stays_in_its_leaf(case, grads):
     with_nan = {**grads, "layer": (np.full(3, np.nan, np.float32), grads["layer"][1])}
     (got, state), (want, wanted) = map(case.step, (with_nan, grads))
     assert jnp.all(jnp.isnan(got["layer"][0]))
-    clean = lambda tree: (tree["table"], tree["layer"][1])
+    clean = lambda tree: (tree["table"], tree["layer"][1], tree["one_row"])
     chex.assert_trees_all_equal(clean(got), clean(want))
     for actual, expected in zip(samples.slots(state), samples.slots(wanted), strict=True):
         chex.assert_trees_all_equal(clean(actual), clean(expected))
@@ -402,7 +405,7 @@ def test_goes_downhill(case):
 
 # Compositions
 
-LABELS = {"table": "a", "layer": ("b", "a")}
+LABELS = {"table": "a", "layer": ("b", "a"), "one_row": "b"}
 
 
 def inject(entry, rate):
@@ -479,7 +482,7 @@ def test_composes_with_optax_on_rows(entry):
 
 
 def test_map_params_finds_all_slots(case):
-    tx = optax.masked(case.tx, {"table": True, "layer": (True, True)})
+    tx = optax.masked(case.tx, {"table": True, "layer": (True, True), "one_row": True})
     state = tx.init(samples.params())
     marked = optax.tree.map_params(tx, lambda _: "slot", state)
     found = [leaf for leaf in jax.tree.leaves(marked) if isinstance(leaf, str)]

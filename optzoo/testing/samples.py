@@ -17,7 +17,12 @@ from optzoo.state.types import nodes_of
 
 
 def params():
-    return {"table": jnp.arange(1.0, 11).reshape(5, 2) / 10, "layer": (jnp.ones(3), jnp.ones(()))}
+    """Two unlike tables, one of them with one row, and two dense parameters."""
+    return {
+        "table": jnp.arange(1.0, 11).reshape(5, 2) / 10,
+        "layer": (jnp.ones(3), jnp.ones(())),
+        "one_row": jnp.array([[0.5, -0.25, 2.0]]),
+    }
 
 
 def dense_grads(like):
@@ -25,9 +30,13 @@ def dense_grads(like):
 
 
 def row_grads(like):
-    """Dense gradients; for the table, rows 1 (twice), 3 and padding (5)."""
+    """Dense gradients; for the tables rows 1 (twice), 3 and padding, and padding and row 0."""
     values = jnp.array([[1.0, 2], [3, 4], [5, 6], [7, 8]])
-    return {**dense_grads(like), "table": SparseRows(jnp.array([1, 3, 1, 5]), values, 5)}
+    rows = {
+        "table": SparseRows(jnp.array([1, 3, 1, 5]), values, 5),
+        "one_row": SparseRows(jnp.array([1, 0]), jnp.array([[9.0, 9, 9], [-1, 0, 3]]), 1),
+    }
+    return {name: rows.get(name, g) for name, g in dense_grads(like).items()}
 
 
 @contextlib.contextmanager
@@ -48,6 +57,11 @@ def in_numpy(tree):
     of_rows = lambda g: SparseRows(np.asarray(g.indices), np.asarray(g.values), g.num_rows)
     convert = lambda a: of_rows(a) if is_rows(a) else np.asarray(a)
     return jax.tree.map(convert, tree, is_leaf=is_rows)
+
+
+def to_dense(tree):
+    """A tree with dense arrays in place of rows."""
+    return map_rows(lambda g: g.to_dense(), tree)
 
 
 def plain(tree):

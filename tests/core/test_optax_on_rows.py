@@ -38,7 +38,7 @@ ARGUMENTS = {
     "measure_name": "name",
     "noise_multiplier": 0.1,
     "optimizer": SGD,
-    "param_labels": {"table": "label", "layer": ("label", "label")},
+    "param_labels": {"table": "label", "layer": ("label", "label"), "one_row": "label"},
     "seed": 0,
     "should_transform_fn": lambda step, **_: step < 10,
     "slow_step_size": 0.5,

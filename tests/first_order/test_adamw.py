@@ -30,12 +30,15 @@ def test_decay_does_not_depend_on_the_rate():
     np.testing.assert_allclose(moved["table"], 0.75 * x["table"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("mask", [("table", "layer/1"), {"table": True, "layer": (False, True)}])
+@pytest.mark.parametrize(
+    "mask", [("table", "layer/1"), {"table": True, "layer": (False, True), "one_row": False}]
+)
 def test_mask(mask):
     x = params()
     moved, _ = step(optzoo.adamw(0.1, weight_decay_per_step=0.5, mask=mask), dense_grads(x), x)
     plain, _ = step(optzoo.adam(0.1), dense_grads(x), x)
-    chex.assert_trees_all_equal(moved["layer"][0], plain["layer"][0])
+    for of in (lambda tree: tree["layer"][0], lambda tree: tree["one_row"]):
+        chex.assert_trees_all_equal(of(moved), of(plain))
     chex.assert_trees_all_close(moved["layer"][1], plain["layer"][1] - 0.5, rtol=1e-6)
 
 

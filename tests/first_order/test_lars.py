@@ -51,14 +51,16 @@ def test_trust_ratio_is_one_if_a_norm_is_zero():
     np.testing.assert_array_equal(moved["both"], 0)
 
 
-@pytest.mark.parametrize("skip", [("layer/1",), {"table": False, "layer": (False, True)}])
+@pytest.mark.parametrize(
+    "skip", [("layer/1",), {"table": False, "layer": (False, True), "one_row": False}]
+)
 def test_skipped_parameters_have_neither_ratio_nor_decay(skip):
     x = params()
     moved, state = step(optzoo.lars(0.5, skip=skip, **SETTINGS), dense_grads(x), x)
     default, default_state = step(optzoo.lars(0.5, **SETTINGS), dense_grads(x), x)
     assert jax.tree.structure(state) == jax.tree.structure(default_state)
     np.testing.assert_allclose(moved["layer"][1], 1 - 0.5 * jnp.cos(2.0), rtol=1e-6)
-    others = lambda tree: (tree["table"], tree["layer"][0])
+    others = lambda tree: (tree["table"], tree["layer"][0], tree["one_row"])
     chex.assert_trees_all_equal(others(moved), others(default))
     assert moved["layer"][1] != default["layer"][1]
 

@@ -39,5 +39,8 @@ CHOSEN |= {"moving_average-gradient_descent-rows", "moving_average-normalized_sg
 def test_wrapped(case):
     wrapper, inner, kind = case.split("-")
     tx = optax.with_extra_args_support({**WRAPPERS, **MORE}[wrapper](INNER[inner]()))
-    grads = row_grads(params()) if kind == "rows" else dense_grads(params())
-    check_close(*both(tx, params(), lambda seed: grads, required=wrapper == "accumulate"))
+    x = params()
+    if wrapper == "ema_in_place":
+        del x["one_row"]  # its rows have no halves
+    grads = row_grads(x) if kind == "rows" else dense_grads(x)
+    check_close(*both(tx, x, lambda seed: grads, required=wrapper == "accumulate"))

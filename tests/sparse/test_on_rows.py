@@ -17,7 +17,15 @@ from optax import contrib
 
 import optzoo
 from optzoo import SparseRows, on_rows
-from optzoo.testing.samples import avals, dense_grads, params, row_grads, step, step_of
+from optzoo.testing.samples import (
+    avals,
+    dense_grads,
+    params,
+    row_grads,
+    step,
+    step_of,
+    to_dense,
+)
 
 TOUCHED, REST = np.array([1, 3]), np.array([0, 2, 4])
 HINT = r"[Pp]ut optzoo\.rows\.densify\(\) before"
@@ -30,7 +38,10 @@ def table(indices, values, num_rows=5):
 
 
 def compare(inner, xs=None, jit=False, check=True):
-    """Four steps beside the dense run of the touched rows; the rest must not move."""
+    """Four steps beside the dense run of the touched rows; the rest must not move.
+
+    All rows of ``one_row`` are touched.
+    """
     lazy, xs = on_rows(inner, check=check), params() if xs is None else xs
     few = {**xs, "table": jnp.asarray(np.asarray(xs["table"])[TOUCHED])}
     start = ours = xs, lazy.init(xs)
@@ -41,11 +52,16 @@ def compare(inner, xs=None, jit=False, check=True):
         values = np.cos(k * np.arange(8)).reshape(4, 2).astype(xs["table"].dtype)
         others = {"layer": (np.sin(k + np.arange(3)), k)}
         others = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), others)
-        rows = SparseRows(jnp.array([1, 3, 1, 5]), jnp.asarray(values), 5)
+        of_one = np.cos(k * np.arange(9.0)).reshape(3, 3).astype("float32")
+        rows = {
+            "table": SparseRows(jnp.array([1, 3, 1, 5]), jnp.asarray(values), 5),
+            "one_row": SparseRows(jnp.array([0, 1, 0]), jnp.asarray(of_one), 1),
+        }
         if not jit:  # spares compiling the merge for every optimizer
-            rows = dataclasses.replace(merge(rows), coalesced=True)
-        ours = lazy_step(*ours, {"table": rows, **others})
-        theirs = dense_step(*theirs, {"table": rows.to_dense()[TOUCHED], **others})
+            rows = {k: dataclasses.replace(merge(g), coalesced=True) for k, g in rows.items()}
+        dense = to_dense(rows)
+        ours = lazy_step(*ours, rows | others)
+        theirs = dense_step(*theirs, {**dense, "table": dense["table"][TOUCHED], **others})
     for trees in zip(*map(jax.tree.leaves, (start, ours, theirs)), strict=True):
         before, got, want = map(np.asarray, trees)
         if got.shape != want.shape:
@@ -54,8 +70,9 @@ def compare(inner, xs=None, jit=False, check=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
     types = lambda tree: [(leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(tree)]
     assert types(ours) == types(theirs)
-    after, before = (np.asarray(x["table"])[TOUCHED] for x in (ours[0], xs))
-    assert not np.array_equal(after, before)
+    for name, at in (("table", TOUCHED), ("one_row", [0])):
+        after, before = (np.asarray(x[name])[at] for x in (ours[0], xs))
+        assert not np.array_equal(after, before), name
 
 
 # All of optax
@@ -237,12 +254,14 @@ ROWWISE = {
     "row norm": lambda g, x: g / jnp.sqrt(jnp.sum(x**2, axis=1, keepdims=True)),
     "softmax": lambda g, x: jax.nn.softmax(x, axis=1) * g,
     "largest column": lambda g, x: g * jnp.argmax(x, axis=1, keepdims=True),
-    "column numbers": lambda g, x: g * jnp.arange(1.0, 3)[None],
+    "column numbers": lambda g, x: g * jnp.arange(1.0, 1 + g.shape[1])[None],
     "swapped columns": lambda g, x: jnp.concatenate([g[:, 1:], x[:, :1]], axis=1),
-    "matrix": lambda g, x: g @ jnp.array([[1.0, 2], [3, 4]]),
+    "matrix": lambda g, x: (
+        g @ jnp.array([[1.0, 2, 5], [3, 4, 6], [7, 8, 9]])[: g.shape[1], : g.shape[1]]
+    ),
     "inner products": lambda g, x: jnp.einsum("ni,ni->n", g, x)[:, None] * g,
     "transposed": lambda g, x: (g.T * x.T).T,
-    "reshaped": lambda g, x: g.reshape(1, -1, 1, 2).sum(axis=(0, 2)),
+    "reshaped": lambda g, x: g.reshape(1, -1, 1, g.shape[1]).sum(axis=(0, 2)),
     "jit": lambda g, x: jax.jit(lambda a: jnp.where(a > 0, a, 0.1 * x))(g),
     "cond": lambda g, x: jax.lax.cond(x.ndim + jnp.zeros(()) > 1, jnp.sin, jnp.cos, g),
     "loop": lambda g, x: jax.lax.fori_loop(0, 3, lambda _, a: a * 0.5 + x, g),
@@ -357,11 +376,11 @@ def test_what_is_refused_works_on_dense_gradients():
 
 # Compositions
 
-by_name = {"table": "few", "layer": "all"}
+by_name = {"table": "few", "layer": "all", "one_row": "few"}
 COMPOSITIONS = {
     "chain": optax.chain(optax.clip(0.5), optax.trace(0.9), optax.scale(-0.1)),
     "named_chain": optax.named_chain(("adam", optax.scale_by_adam()), ("rate", optax.scale(-0.1))),
-    "masked": optax.masked(optax.adamw(0.1), {"table": True, "layer": False}),
+    "masked": optax.masked(optax.adamw(0.1), {"table": True, "layer": False, "one_row": True}),
     "masked by rank": optax.adamw(0.1, mask=lambda x: jax.tree.map(lambda a: a.ndim > 1, x)),
     "partition": optax.partition({"few": optax.lion(0.1), "all": optax.lamb(0.1)}, by_name),
     "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(
@@ -381,7 +400,7 @@ def test_compositions(name):
 
 OUTSIDE = {
     "chain": lambda f: optax.chain(optzoo.clip_by_global_norm(9.0), f(0.1)),
-    "masked": lambda f: optax.masked(f(0.1), {"table": True, "layer": False}),
+    "masked": lambda f: optax.masked(f(0.1), {"table": True, "layer": False, "one_row": True}),
     "partition": lambda f: optax.partition({"few": f(0.1), "all": optax.lamb(0.1)}, by_name),
     "inject_hyperparams": lambda f: optax.inject_hyperparams(f)(0.1),
 }
@@ -394,7 +413,7 @@ def test_inside_of_other_transformations(name):
         for f in (lambda rate: on_rows(optax.adamw(rate)), lambda rate: optax.adamw(rate))
     )
     grads, xs = row_grads(params()), params()
-    dense = {**grads, "table": grads["table"].to_dense()}
+    dense = to_dense(grads)
     got, want = jax.jit(lambda: (step(tx, grads, xs)[0], step(dense_tx, dense, xs)[0]))()
     want["table"] = xs["table"].at[TOUCHED].set(want["table"][TOUCHED])
     chex.assert_trees_all_close(got, want, rtol=1e-6)
@@ -470,10 +489,13 @@ def test_the_update_is_rows_and_padding_is_dropped():
 
 def test_no_rows_change_nothing_but_the_count():
     xs, tx = params(), on_rows(optax.adamw(0.1))
-    grads = {"table": table([], jnp.zeros((0, 2)))["table"], "layer": (jnp.zeros(3), jnp.zeros(()))}
-    after, state = step(tx, grads, xs)
-    np.testing.assert_array_equal(after["table"], xs["table"])
-    assert not jnp.any(state[0].mu["table"]) and state[0].count == 1
+    no_rows = lambda x: SparseRows(jnp.zeros(0, jnp.int32), x[:0], len(x))
+    tables = {name: no_rows(xs[name]) for name in ("table", "one_row")}
+    after, state = step(tx, {"layer": (jnp.zeros(3), jnp.zeros(())), **tables}, xs)
+    for name in tables:
+        np.testing.assert_array_equal(after[name], xs[name])
+        assert not jnp.any(state[0].mu[name])
+    assert state[0].count == 1
 
 
 def test_tables_of_several_shapes():
@@ -495,15 +517,15 @@ def test_a_gradient_alone():
 
 def test_missing_gradients_and_params():
     inner, xs = optax.sgd(0.1, momentum=0.9), {**params(), "none": None}
-    tx, rows = on_rows(inner), row_grads(params())["table"]
-    grads = {"table": rows, "layer": (None, jnp.ones(())), "none": None}
+    tx = on_rows(inner)
+    grads = {**row_grads(params()), "layer": (None, jnp.ones(())), "none": None}
     for given in (xs, None):
         updates, state = tx.update(grads, tx.init(xs), given)
-        want, wanted = inner.update({**grads, "table": rows.to_dense()}, inner.init(xs), given)
-        updates["table"] = updates["table"].to_dense()
-        chex.assert_trees_all_equal((updates, state), (want, wanted))
+        want, wanted = inner.update(to_dense(grads), inner.init(xs), given)
+        chex.assert_trees_all_equal((to_dense(updates), state), (want, wanted))
         again, _ = tx.update(grads, state, given)
-        np.testing.assert_allclose(again["table"].to_dense(), 1.9 * want["table"], rtol=1e-6)
+        for name in ("table", "one_row"):
+            np.testing.assert_allclose(again[name].to_dense(), 1.9 * want[name], rtol=1e-6)
     nothing = jax.tree.map(lambda _: None, xs)
     assert tx.update(nothing, tx.init(xs), xs)[0] == nothing
 
@@ -533,17 +555,21 @@ def test_params_that_are_missing_but_needed():
 def test_state_keeps_its_type(of_params, of_grads):
     cast = lambda tree, dtype: jax.tree.map(lambda a: a.astype(dtype), tree)
     xs = cast(params(), of_params)
-    grads = {"table": row_grads(xs)["table"].astype(of_grads), "layer": xs["layer"]}
+    rows = row_grads(xs)
+    tables = {name: rows[name].astype(of_grads) for name in ("table", "one_row")}
+    grads = {"layer": xs["layer"], **tables}
     for inner in (optax.adamw(0.1), optax.adam(0.1, mu_dtype="bfloat16"), optax.lion(0.1)):
         tx = on_rows(inner)
         first = jax.eval_shape(tx.init, xs)
         updates, state = jax.eval_shape(tx.update, grads, first, xs)
-        of_table = lambda s: [leaf for leaf in jax.tree.leaves(s) if leaf.shape == (5, 2)]
-        assert avals(of_table(state)) == avals(of_table(first))
+        of_tables = lambda s: [leaf for leaf in jax.tree.leaves(s) if leaf.ndim == 2]
+        assert {leaf.shape for leaf in of_tables(first)} == {(5, 2), (1, 3)}
+        assert avals(of_tables(state)) == avals(of_tables(first))
         few = {**xs, "table": xs["table"][:4]}
-        dense = {**grads, "table": grads["table"].values}
+        dense = {**to_dense(grads), "table": grads["table"].values}
         want, _ = jax.eval_shape(inner.update, dense, jax.eval_shape(inner.init, few), few)
-        assert updates["table"].dtype == want["table"].dtype
+        for name in tables:
+            assert updates[name].dtype == want[name].dtype
 
 
 def test_complex_rows():

@@ -21,8 +21,10 @@ CASES = {
 }
 
 
-def stepped(tx):
-    params = samples.params()
+def stepped(name):
+    tx, params = CASES[name], samples.params()
+    if name == "ema_in_place":
+        del params["one_row"]  # its rows have no halves
     return samples.step(tx, samples.dense_grads(params), params, tx.init(params))
 
 
@@ -40,7 +42,7 @@ def names_of(tree):
 @pytest.mark.parametrize("name", CASES)
 def test_a_state_is_of_dicts_and_tuples_with_plain_keys(name):
     """Walks that know nothing but dicts and tuples find all arrays, under names of files."""
-    _, state = stepped(CASES[name])
+    _, state = stepped(name)
     names = [name for name, _ in names_of(state)]
     assert len(set(names)) == len(names) == len(jax.tree.leaves(state))
     assert all(re.fullmatch(r"[\w.\-/]+", name) for name in names)
@@ -56,7 +58,7 @@ def test_a_state_is_of_dicts_and_tuples_with_plain_keys(name):
 def test_a_state_comes_back_from_every_form(name, tmp_path):
     """As bytes of Flax, as flat names in a file, as pure dicts of NNX."""
     tx = CASES[name]
-    params, state = stepped(tx)
+    params, state = stepped(name)
     like = jax.eval_shape(tx.init, params)
     same = lambda got: chex.assert_trees_all_equal(*map(jax.device_get, (got, state)))
 

@@ -41,7 +41,9 @@ def test_global_norm():
 def replicas():
     grads = row_grads(params())
     other = SparseRows(jnp.array([4, 1, 7, 1]), jnp.cos(jnp.arange(8.0)).reshape(4, 2), 5)
-    many = grads, {**jax.tree.map(jnp.sin, dense_grads(params())), "table": other}
+    one_row = SparseRows(jnp.array([0, 0]), jnp.array([[1.0, 2, 3], [4, 5, 6]]), 1)
+    rows = {"table": other, "one_row": one_row}
+    many = grads, {**jax.tree.map(jnp.sin, dense_grads(params())), **rows}
     return many, jax.tree.map(lambda *a: jnp.stack(a), *many)
 
 
@@ -56,7 +58,7 @@ def test_psum(over):
         local = lambda g: total(jax.tree.map(lambda a: a[0], g))
         specs = {"in_specs": PartitionSpec("r"), "out_specs": PartitionSpec()}
         got = jax.jit(jax.shard_map(local, mesh=mesh, **specs))(stacked)
-    assert got["table"].values.shape == (8, 2)
+    assert got["table"].values.shape == (8, 2) and got["one_row"].values.shape == (4, 3)
     want = optax.tree.add(dense(one), dense(two))
     chex.assert_trees_all_close(dense(got), want, rtol=1e-6)
 

@@ -12,6 +12,7 @@ import pytest
 import optzoo
 from optzoo import SparseRows
 from optzoo.testing.samples import avals, dense_grads, params, plain, row_grads
+from optzoo.testing.samples import to_dense as dense
 from optzoo.transforms.check_numerics import check_numerics
 from optzoo.transforms.clip_by_average_norm import clip_by_average_norm
 from optzoo.transforms.clip_by_norm import clip_by_norm
@@ -33,11 +34,6 @@ NAN, INF = math.nan, math.inf
 every_transformation = pytest.mark.parametrize("make", STEPS.values(), ids=list(STEPS))
 
 
-def dense(tree):
-    rows = lambda g: isinstance(g, SparseRows)
-    return jax.tree.map(lambda g: g.to_dense() if rows(g) else g, tree, is_leaf=rows)
-
-
 def once(tx, grads):
     return jax.jit(tx.update)(grads, tx.init(params()))[0]
 
@@ -50,7 +46,8 @@ def test_rows_equal_the_dense_gradient(make):
     grads = row_grads(params())
     got, want = dense(once(make(), grads)), once(make(), dense(grads))
     chex.assert_trees_all_close(got, want, rtol=1e-6)
-    assert isinstance(once(make(), grads)["table"], SparseRows)
+    updates = once(make(), grads)
+    assert all(isinstance(updates[name], SparseRows) for name in ("table", "one_row"))
 
 
 @every_transformation
@@ -91,10 +88,11 @@ def test_missing_and_masked_gradients_pass(make):
     like = {"table": jnp.zeros((5, 2)), "layer": (optax.MaskedNode(), jnp.float32(0))}
     got, _ = tx.update(grads, tx.init(like))
     assert got["table"] is None and isinstance(got["layer"][0], optax.MaskedNode)
-    masked = optax.masked(tx, {"table": True, "layer": (False, False)})
+    masked = optax.masked(tx, {"table": True, "layer": (False, False), "one_row": False})
     grads = dense_grads(params())
     got, _ = masked.update(grads, masked.init(params()))
-    chex.assert_trees_all_equal(got["layer"], grads["layer"])
+    for name in ("layer", "one_row"):
+        chex.assert_trees_all_equal(got[name], grads[name])
     assert make().update({}, make().init({}))[0] == {}
 
 
@@ -184,9 +182,9 @@ def test_summaries():
 
 def test_summaries_of_a_partition_are_merged():
     parts = {"a": optax.chain(gradient_summaries(), optax.sgd(1.0)), "b": gradient_summaries()}
-    tx = optax.partition(parts, {"table": "a", "layer": ("a", "b")})
+    tx = optax.partition(parts, {"table": "a", "layer": ("a", "b"), "one_row": "b"})
     _, state = tx.update(dense_grads(params()), tx.init(params()))
-    assert set(read_summaries(state).leaves) == {"table", "layer/0", "layer/1"}
+    assert set(read_summaries(state).leaves) == {"table", "layer/0", "layer/1", "one_row"}
     want = optax.tree.norm(dense_grads(params()))
     np.testing.assert_allclose(read_summaries(state).global_norm, want, rtol=1e-6)
 
@@ -228,7 +226,7 @@ def test_check_names_leaf_kind_and_step(how, value, kind):
     run = RUNS[how](tx.update)
     jax.block_until_ready(run(dense_grads(params()), state))
     _, state = tx.update(dense_grads(params()), state)
-    message = rf"the gradient of parameter 'layer/0' is {kind} at step 1; 1 of 3 leaves"
+    message = rf"the gradient of parameter 'layer/0' is {kind} at step 1; 1 of 4 leaves"
     with pytest.raises((FloatingPointError, jax.errors.JaxRuntimeError), match=message):
         jax.block_until_ready(run(with_value(value), state))
 
@@ -256,7 +254,7 @@ def test_check_names_the_replica(inside, jit):
     grads = jax.tree.map(lambda a: np.stack([a] * 8), dense_grads(x))
     jax.block_until_ready(step(*replicated, grads))
     grads["layer"][0][5, 1] = NAN
-    message = r"gradient of parameter 'layer/0' is NaN at step 0 on replica 5; 1 of 3 leaves"
+    message = r"gradient of parameter 'layer/0' is NaN at step 0 on replica 5; 1 of 4 leaves"
     with pytest.raises((FloatingPointError, jax.errors.JaxRuntimeError), match=message):
         jax.block_until_ready(step(*replicated, grads))
 
@@ -266,12 +264,12 @@ def test_check_names_the_replica_along_its_axis_alone(axis, where):
     tx = check_numerics()
     update = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(params())), axis_name=axis))
     grads = jax.tree.map(lambda a: np.stack([np.ones_like(a), a]), with_value(NAN))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"is NaN at step 0{where}; 1 of 3"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"is NaN at step 0{where}; 1 of 4"):
         jax.block_until_ready(update(grads))
     other = check_numerics(axis_name="members")
     update = jax.jit(jax.vmap(lambda g: other.update(g, other.init(params())), axis_name=axis))
     where = {"replica": "", "members": " on replica 1"}[axis]
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"is NaN at step 0{where}; 1 of 3"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"is NaN at step 0{where}; 1 of 4"):
         jax.block_until_ready(update(grads))
 
 

@@ -34,7 +34,7 @@ def _half(inner):
 CASES = {
     "accumulate": (lambda: optzoo.accumulate(optzoo.adam(0.1), 3), dense_grads),
     "accumulate_rows": (
-        lambda: optzoo.accumulate(optzoo.lazy_adam(0.1), 3, max_rows={"table": 4}),
+        lambda: optzoo.accumulate(optzoo.lazy_adam(0.1), 3, max_rows={"table": 4, "one_row": 2}),
         row_grads,
     ),
     "adam": (lambda: optzoo.adam(0.1), dense_grads),
@@ -46,7 +46,11 @@ CASES = {
     "elastic_average": (lambda: optzoo.elastic_average(optzoo.adam(0.1), REPLICAS), dense_grads),
     "groups": (
         lambda: optzoo.param_groups(
-            {"layer/.*": optzoo.momentum(0.1, 0.9), "table": optzoo.ftrl(0.1)}
+            {
+                "layer/.*": optzoo.momentum(0.1, 0.9),
+                "one_row": optzoo.lazy_adam(0.1),
+                "table": optzoo.ftrl(0.1),
+            }
         ),
         row_grads,
     ),

@@ -22,6 +22,7 @@ from optzoo.testing.samples import (
     side_by_side,
     step,
     step_of,
+    to_dense,
     trajectory,
 )
 from optzoo.transforms.zero_if_norm_exceeds import zero_if_norm_exceeds
@@ -119,7 +120,7 @@ def test_extra_arguments_reach_the_inner_optimizer():
 def test_rows_become_dense():
     tx, x = accumulate(optzoo.lazy_adam(0.1), 2), params()
     moved, state = two_steps(tx, row_grads(x), x)
-    dense = {**row_grads(x), "table": row_grads(x)["table"].to_dense()}
+    dense = to_dense(row_grads(x))
     want = one_step(optzoo.lazy_adam(0.1), jax.tree.map(lambda a: 2 * np.asarray(a), dense), x)
     chex.assert_trees_all_close(moved, want, rtol=1e-6)
     assert avals(state) == avals(tx.init(x))
@@ -132,18 +133,18 @@ def test_a_cycle_of_one_is_the_inner_optimizer_without_a_buffer():
     chex.assert_trees_all_close(moved, want, rtol=1e-6)
     assert state.sums == () and avals(state.inner) == avals(inner)
     updates, _ = tx.update(row_grads(x), tx.init(x), x)
-    assert not isinstance(updates["table"], SparseRows)
+    assert avals(updates) == avals(x)  # dense
 
 
 def test_missing_and_masked_gradients_stay():
     tx, x = accumulate(optzoo.adam(0.1), 2), params()
-    some = {"table": None, "layer": (None, jnp.ones(()))}
+    some = {"table": None, "layer": (None, jnp.ones(())), "one_row": None}
     state, update = tx.init(x), jax.jit(tx.update)
     for _ in range(2):
         updates, state = update(some, state, x)
-    assert not jnp.any(updates["table"]) and not jnp.any(updates["layer"][0])
+    assert not any(map(jnp.any, (updates["table"], updates["layer"][0], updates["one_row"])))
     assert updates["layer"][1] != 0
-    masked = optax.masked(tx, {"table": False, "layer": True})
+    masked = optax.masked(tx, {"table": False, "layer": True, "one_row": False})
     moved, state = two_steps(masked, dense_grads(x), x)
     assert avals(state) == avals(masked.init(x))
     want, state = two_steps(tx, dense_grads(x), x)
@@ -399,11 +400,12 @@ def test_rows_of_a_cycle_are_merged_at_its_end(inner, use_mean):
 
 def test_rows_and_dense_parameters_together():
     x = params()
-    tx = accumulate(optzoo.lazy_adam(0.1), 2, max_rows={"table": 8})
+    tx = accumulate(optzoo.lazy_adam(0.1), 2, max_rows={"table": 4, "one_row": 2})
     moved, state = two_steps(tx, row_grads(x), x)
     twice = jax.tree.map(lambda a: 2 * np.asarray(a), row_grads(x)["layer"])
-    table = row_grads(x)["table"]
-    want = one_step(optzoo.lazy_adam(0.1), {"table": table + table, "layer": twice}, x)
+    tables = {name: row_grads(x)[name] for name in ("table", "one_row")}
+    twice = {"layer": twice, **{name: g + g for name, g in tables.items()}}
+    want = one_step(optzoo.lazy_adam(0.1), twice, x)
     chex.assert_trees_all_close(moved, want, rtol=1e-5)
     marked = optax.tree.map_params(tx, lambda _: "slot", state)
     assert set(jax.tree.leaves(marked.sums)) == {"slot"}
@@ -411,12 +413,15 @@ def test_rows_and_dense_parameters_together():
 
 def test_a_step_without_a_gradient_adds_no_rows():
     """Nor does it keep the rows of the cycle before."""
-    x, tx = params(), accumulate(optzoo.gradient_descent(1.0), 2, max_rows={"table": 1})
+    x, max_rows = params(), {"table": 1, "one_row": 1}
+    tx = accumulate(optzoo.gradient_descent(1.0), 2, max_rows=max_rows)
     rows = lambda i: SparseRows(np.array([i]), np.ones((1, 2), "float32"), 5)
+    one = SparseRows(np.array([0]), np.ones((1, 3), "float32"), 1)
     state, update, updates = tx.init(x), jax.jit(tx.update), None
-    for g in (rows(0), rows(1), None, rows(2)):
-        updates, state = update({"table": g, "layer": (None, None)}, state, x)
+    for g, of_one in ((rows(0), None), (rows(1), one), (None, None), (rows(2), None)):
+        updates, state = update({"table": g, "layer": (None, None), "one_row": of_one}, state, x)
     np.testing.assert_array_equal(updates["table"].to_dense()[:, 0], [0, 0, -1, 0, 0])
+    np.testing.assert_array_equal(updates["one_row"].to_dense(), 0)
 
 
 def test_rows_of_a_cycle_have_the_dtype_of_a_parameter_without_a_gradient():
@@ -430,6 +435,7 @@ def test_a_cycle_of_one_keeps_rows():
     tx, x = accumulate(optzoo.lazy_adam(0.1), 1, max_rows={"table": 8}), params()
     updates, state = tx.update(row_grads(x), tx.init(x), x)
     assert isinstance(updates["table"], SparseRows) and state.sums == ()
+    assert not isinstance(updates["one_row"], SparseRows)  # it has no max_rows
 
 
 @pytest.mark.optimized

@@ -16,7 +16,7 @@ from optzoo import SparseRows
 from optzoo.state import LeafwiseState
 from optzoo.state.types import LocalSGDState
 from optzoo.testing import samples
-from optzoo.testing.samples import avals, dense_grads, params, row_grads, step, step_of
+from optzoo.testing.samples import avals, dense_grads, step, step_of
 
 DIMS = {"table": (1,), "layer/1": ()}
 TURNED = {"table": (1,)}  # one element would stay as it is
@@ -92,11 +92,25 @@ def moves_all_rows(wrap):
     return is_centered(wrap) or any(wrap is WRAPPERS[name] for name in move)
 
 
+def params():
+    """Those of ``samples``, but every row has two halves, as ``ema_in_place`` requires."""
+    return {**samples.params(), "one_row": jnp.array([[0.5, -0.25, 2.0, 1.5]])}
+
+
+def row_grads(like):
+    """The rows of ``samples.row_grads``, with one more element in those of ``one_row``."""
+    values = jnp.array([[9.0, 9, 9, 9], [-1, 0, 3, 2]])
+    one_row = SparseRows(jnp.array([1, 0]), values, 1)
+    return {**samples.row_grads(like), "one_row": one_row}
+
+
 def rows():
-    """The rows of ``samples.row_grads``, but merged."""
+    """The rows of ``row_grads``, but merged."""
     values = jnp.array([[6.0, 8], [3, 4], [0, 0]])
     table = SparseRows(jnp.array([1, 3, 5]), values, 5, coalesced=True)
-    return {**dense_grads(params()), "table": table}
+    values = jnp.array([[-1.0, 0, 3, 2], [0, 0, 0, 0]])
+    one_row = SparseRows(jnp.array([0, 1]), values, 1, coalesced=True)
+    return {**dense_grads(params()), "table": table, "one_row": one_row}
 
 
 def kinds(inner):
@@ -157,7 +171,7 @@ def test_state_keeps_its_type_and_updates_take_that_of_the_gradient(
         updates, after = jax.eval_shape(tx.update, cast(grads, of_grads), state, x)
         assert avals(after) == avals(state)
         updates = jax.tree.leaves(updates, is_leaf=lambda u: isinstance(u, optzoo.SparseRows))
-        assert [u.dtype for u in updates] == [of_grads] * 3
+        assert [u.dtype for u in updates] == [of_grads] * 4
 
 
 @wrapped_around("optax.sgd")
@@ -199,6 +213,7 @@ def test_strict_promotion_with_float64(wrap, inner, x64):
         of_two = lambda tree: {
             "table": cast(tree["table"], "bfloat16"),
             "layer": cast(tree["layer"], "float64"),
+            "one_row": cast(tree["one_row"], "float64"),
         }
         tx, x = wrap(INNER[inner]()), of_two(params())
         state = jax.eval_shape(tx.init, x)
@@ -251,18 +266,18 @@ def test_a_gradient_of_another_shape_is_refused():
 def test_no_gradient_no_change(wrap, inner):
     tx, x = wrap(INNER[inner]()), params()
     x, state = step(tx, dense_grads(x), x)
-    some = {"table": None, "layer": (None, jnp.ones(()))}
+    some = {"table": None, "layer": (None, jnp.ones(())), "one_row": None}
     local = {"exchange": False}  # in an exchange all parameters take part
     updates, after = tx.update(some, state, x, **local)
     assert avals(after) == avals(traced(tx, some, state, x))
-    assert updates["table"] is None and updates["layer"][0] is None and updates["layer"][1] != 0
+    kept = lambda tree: (tree["table"], tree["layer"][0], tree["one_row"])
+    assert kept(updates) == (None, None, None) and updates["layer"][1] != 0
     if isinstance(after, LocalSGDState):  # the center of agn has slots of its own
         both = [samples.slots(s.replicated) for s in (after, state)]
         chex.assert_trees_all_equal(*both)
         after, state = after.per_replica, state.per_replica
     slots = zip(samples.slots(after), samples.slots(state), strict=True)
     for new, old in slots:
-        kept = lambda tree: (tree["table"], tree["layer"][0])
         chex.assert_trees_all_equal(kept(new), kept(old))
         assert new["layer"][1] != old["layer"][1]
 
@@ -333,12 +348,31 @@ def test_rows_equal_the_dense_gradient_where_they_touch(wrap, inner):
     tx, x = wrap(INNER[inner]()), params()
     x, state = step(tx, dense_grads(x), x)
     grads, here = rows(), jnp.array([1, 3])
-    dense = {**grads, "table": grads["table"].to_dense()}
+    dense = samples.to_dense(grads)
     (got, state), (want, wanted) = (step(tx, g, x, state) for g in (grads, dense))
     pairs = [(got, want), *zip(samples.slots(state), samples.slots(wanted), strict=True)]
     for actual, expected in pairs:
         chex.assert_trees_all_close(actual["table"][here], expected["table"][here], rtol=1e-5)
+        chex.assert_trees_all_close(actual["one_row"], expected["one_row"], rtol=1e-5)
         chex.assert_trees_all_equal(actual["layer"], expected["layer"])
+
+
+@wrapped
+def test_rows_of_an_odd_number_of_elements(wrap):
+    """They are updated as by their sum, or refused by the wrapper that halves each row."""
+    tx, x = wrap(INNER["lazy_adam"]()), samples.params()
+    grads, state = samples.row_grads(x), tx.init(x)
+    if wrap is WRAPPERS["ema_in_place"]:
+        with pytest.raises(ValueError, match="'one_row' has rows of 3 elements, an odd number"):
+            tx.update(grads, state, x)
+        return
+    dense = {**grads, "one_row": grads["one_row"].to_dense()}
+    (got, state), (want, wanted) = (step(tx, g, x, state) for g in (grads, dense))
+    pairs = [(got, want), *zip(samples.slots(state), samples.slots(wanted), strict=True)]
+    for actual, expected in pairs:
+        assert actual["one_row"].shape == (1, 3)
+        chex.assert_trees_all_close(actual, expected, rtol=1e-5)
+    assert np.any(got["one_row"] != x["one_row"])
 
 
 @wrapped_around("lazy_adam", "momentum")
@@ -355,7 +389,7 @@ def test_untouched_rows_stay(wrap, inner):
 
 # Compositions
 
-LABELS = {"table": "a", "layer": ("b", "a")}
+LABELS = {"table": "a", "layer": ("b", "a"), "one_row": "b"}
 AROUND = {
     "chain": lambda tx: optax.chain(optax.clip(1e9), tx),
     "masked": lambda tx: optax.masked(tx, everywhere(True)),
@@ -443,14 +477,16 @@ def test_inner_rate_can_be_injected(wrap, inner):
     chex.assert_trees_all_close(step(tx, dense_grads(x), x)[0], want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dims", [DIMS, {"table": (1,), "layer": (None, ())}])
+@pytest.mark.parametrize("dims", [DIMS, {"table": (1,), "layer": (None, ()), "one_row": None}])
 @wrapped_around("lazy_adam", "optax.sgd")
 def test_masked_leaves_pass(wrap, inner, dims):
     """With ``dims`` as patterns and as a tree."""
     x, grads = params(), dense_grads(params())
     wrap = functools.partial(wrap, dims=dims)
     want, _ = wrap(INNER[inner]()).update(grads, wrap(INNER[inner]()).init(x), x)
-    tx = optax.masked(wrap(INNER[inner]()), {"table": True, "layer": (False, False)})
+    tx = optax.masked(
+        wrap(INNER[inner]()), {"table": True, "layer": (False, False), "one_row": True}
+    )
     updates, after = tx.update(grads, tx.init(x), x)
     assert avals(after) == avals(traced(tx, grads, after, x))
     chex.assert_trees_all_equal(updates, {**want, "layer": grads["layer"]})
@@ -496,9 +532,9 @@ def test_map_params_finds_all_slots(wrap, inner):
     slots = len(jax.tree.leaves(state)) - len(shared)
     assert all(a.shape in ((), (128,)) for a in shared)  # of skip_spikes the window
     [name] = [name for name in WRAPPERS if WRAPPERS[name] is wrap]
-    of_inner = 6 if inner in ("adam", "lazy_adam") else 3
+    of_inner = (2 if inner in ("adam", "lazy_adam") else 1) * len(shapes)
     center = of_inner if name == "agn" else 0
-    assert slots == 3 * TREES.get(name, 0) + of_inner + center
+    assert slots == len(shapes) * TREES.get(name, 0) + of_inner + center
 
 
 def is_leafwise(node):

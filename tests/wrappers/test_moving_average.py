@@ -92,7 +92,7 @@ def test_average_of_half_precision_is_exact():
 
 # How averages are found
 
-LABELS = {"table": "a", "layer": ("b", "a")}
+LABELS = {"table": "a", "layer": ("b", "a"), "one_row": "b"}
 
 
 def averaged(rate=0.1):
@@ -121,7 +121,7 @@ def test_averages_are_found_anywhere(tx):
 
 @pytest.mark.parametrize("layer", [False, (False, False)])
 def test_parameters_without_an_average_are_returned_unchanged(layer):
-    mask = {"table": True, "layer": layer}
+    mask = {"table": True, "layer": layer, "one_row": True}
     for tx in (
         optax.masked(averaged(), mask),
         optax.chain(
@@ -132,7 +132,8 @@ def test_parameters_without_an_average_are_returned_unchanged(layer):
         x, state = step(tx, dense_grads(params()), params())
         got = optzoo.eval_params(x, state)
         chex.assert_trees_all_equal(got["layer"], x["layer"])
-        np.testing.assert_allclose(got["table"], 0.5 * (x["table"] + params()["table"]), rtol=1e-6)
+        for name in ("table", "one_row"):
+            np.testing.assert_allclose(got[name], 0.5 * (x[name] + params()[name]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("tx", [optzoo.adam(), optax.sgd(0.1, 0.9), optax.identity()])

@@ -11,7 +11,8 @@ import pytest
 
 import optzoo
 from optzoo import CATALOG, SparseRows, slots_dtype
-from optzoo.first_order.adam import AdamSlots, adam_rule
+from optzoo.core.rows import map_rows
+from optzoo.first_order.adam import AdamSlots, adam_rule, corrected
 from optzoo.jaxprs.graph import Graph
 from optzoo.jaxprs.primitives import CALLS, Kind
 from optzoo.state import LeafwiseState
@@ -31,7 +32,7 @@ def dtypes(tree):
 
 
 def merged(grads):
-    return {**grads, "table": grads["table"].coalesce()}
+    return map_rows(SparseRows.coalesce, grads)
 
 
 ROWS = merged(row_grads(params()))
@@ -81,9 +82,7 @@ def test_half_precision_parameters_train_with_the_slots_of_single_precision(entr
 
 
 def dense(updates):
-    table = updates["table"]
-    table = table.to_dense() if isinstance(table, SparseRows) else table
-    return cast({**updates, "table": table}, "float32")
+    return cast(samples.to_dense(updates), "float32")
 
 
 def test_slots_start_with_the_precision_they_keep():
@@ -119,11 +118,13 @@ def test_compiles_once_and_takes_donated_buffers():
     assert train._cache_size() == 1 and dtypes(samples.slots(state)) == {jnp.dtype("bfloat16")}
 
 
-LABELS = {"table": "a", "layer": ("b", "a")}
+LABELS = {"table": "a", "layer": ("b", "a"), "one_row": "b"}
 ADAM = lambda: optzoo.adam(0.1)
 NESTED = {
     "chain": lambda: optax.chain(optax.clip(1.0), ADAM()),
-    "masked": lambda: optax.masked(ADAM(), {"table": True, "layer": (False, True)}),
+    "masked": lambda: optax.masked(
+        ADAM(), {"table": True, "layer": (False, True), "one_row": True}
+    ),
     "partition": lambda: optax.partition({"a": ADAM(), "b": optzoo.momentum(0.1, 0.9)}, LABELS),
     "multi_steps": lambda: optax.MultiSteps(ADAM(), 2).gradient_transformation(),
     "injected": lambda: optax.inject_hyperparams(optzoo.adam)(0.1),
@@ -512,7 +513,7 @@ def test_a_rows_policy_of_a_user_is_lazy_in_any_storage(options):
         assert memory.temp_size_in_bytes < 0.2 * x.nbytes
 
 
-POWERS = {"powers": {"beta1_power": 0.9, "beta2_power": 0.999}}
+POWERS = {"powers": {"beta1_power": 0.9, "beta2_power": 0.999}, "precompute": corrected}
 plain_slots = lambda: AdamSlots(optzoo.rules.zeros, optzoo.rules.zeros)
 
 

@@ -56,16 +56,16 @@ def test_listed_rows_decay_once_at_any_rate(inner):
 
 
 @pytest.mark.parametrize(
-    ("mask", "decays"),
+    ("mask", "decays"),  # of layer/0, layer/1, one_row and table
     [
-        (None, (True, True, True)),
-        ({"table": True, "layer": (False, True)}, (False, True, True)),
-        ({"table": False, "layer": True}, (True, True, False)),  # a prefix
-        (("table", "layer/1"), (False, True, True)),
-        (["layer/.*"], (True, True, False)),
-        (".*", (True, True, True)),
-        ((), (False, False, False)),
-        (False, (False, False, False)),
+        (None, (True, True, True, True)),
+        ({"table": True, "layer": (False, True), "one_row": False}, (False, True, False, True)),
+        ({"table": False, "layer": True, "one_row": True}, (True, True, True, False)),  # a prefix
+        (("table", "layer/1"), (False, True, False, True)),
+        (["layer/.*"], (True, True, False, False)),
+        (".*", (True, True, True, True)),
+        ((), (False, False, False, False)),
+        (False, (False, False, False, False)),
     ],
     ids=str,
 )
