@@ -12,15 +12,11 @@ import pytest
 import optzoo
 from optzoo import SparseRows, lookup
 from optzoo.sparse.wanted import DenseGradientWarning
+from optzoo.testing.samples import to_dense
 
 TABLE = jnp.sin(jnp.arange(12.0)).reshape(6, 2)
 OTHER = jnp.cos(jnp.arange(12.0)).reshape(4, 3)
 IDS = jnp.array([0, 3, 3, 5])
-
-
-def to_dense(tree):
-    is_rows = lambda g: isinstance(g, SparseRows)
-    return jax.tree.map(lambda g: g.to_dense() if is_rows(g) else g, tree, is_leaf=is_rows)
 
 
 def by_numpy(g):
