@@ -639,3 +639,39 @@ def test_replicas(kind, is_set):
     want, mesh = train(None), make_mesh(kind, sizes=(4,), names=("replica",))
     with inside(mesh, is_set):
         np.testing.assert_allclose(train(mesh), want, rtol=1e-5)
+
+
+BAGS = RNG.integers(0, 17, (8, 4))  # of which some are padding
+WEIGHTS = RNG.random((8, 4)).astype("float32")
+
+
+@pytest.mark.unique
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+@pytest.mark.parametrize("is_ragged", [False, True])
+@pytest.mark.parametrize("of_ids", [P("a"), P(), P(None, "b"), P(("a", "b"))], ids=str)
+@pytest.mark.parametrize("of_table", [P("a"), P(), P(None, "b")], ids=str)
+def test_bags(of_table, of_ids, is_ragged, combiner, kind):
+    """Bags are divided like their ids; it is not known to which device ragged ones belong."""
+    table, ids, weights, tx = PARAMS["table"], BAGS, WEIGHTS, optzoo.lazy_adam(0.1)
+    ids, weights = (ids[:, 0], weights[:, 0]) if is_ragged else (ids, weights)
+
+    def read(table, ids, weights, segments):
+        ragged = (segments, 5) if is_ragged else ()
+        return optzoo.lookup_sparse(table, ids, *ragged, weights=weights, combiner=combiner)
+
+    def train(table, *batch):
+        loss = lambda p, *batch: jnp.sum(read(p["table"], *batch) ** 2)
+        params = {"table": table}
+        params, _, value = optzoo.minimize(loss, tx)(params, tx.init(params), *batch)
+        return params["table"], value
+
+    batch = ids, weights, np.arange(8) % 6
+    want = read(table, *batch), *train(jnp.asarray(table), *batch)
+    mesh = make_mesh(kind, kind)
+    on_mesh = [put(mesh, x, of_ids) for x in batch]
+    pooled = jax.jit(read)(put(mesh, table, of_table), *on_mesh)
+    if kind == "Explicit":
+        assert pooled.sharding.spec[0] == (None if is_ragged else (*of_ids, None)[0])
+    got = pooled, *train(put(mesh, table, of_table), *on_mesh)
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5, atol=1e-6)

@@ -14,7 +14,6 @@ from .compat import make_replaceable
 
 # The marks of what changes rows of its first operand.
 WRITES = {"rows_scatter", "rows_scatter_equal", "rows_add"}
-NATIVE = "optzoo_native"  # the primitive of native calls
 _names: dict[Any, str] = {}  # of the marked functions, by their primitives
 _is_on = contextvars.ContextVar("marking", default=False)
 

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..core.marks import NATIVE, WRITES
+from ..core.marks import WRITES
 from .graph import Graph, Operation
 from .primitives import CALLS, Kind
 
@@ -58,8 +58,8 @@ def _before(
         return Origin(0, not is_one_row) if is_by_rows else None
     if op.kind is Kind.SAME:
         return Origin(k, False)
-    if op.name == NATIVE:
-        table = op.params["call"].tables.get(k)
+    if "changed_rows" in op.params:  # as the primitive of a native call declares
+        table = dict(op.params["changed_rows"]).get(k)
         return None if table is None else Origin(table, True)
     if op.kind not in CALLS and op.kind is not Kind.MAP:
         return None

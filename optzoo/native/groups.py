@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ..jaxprs.equations import caller_of
 from ..jaxprs.graph import Graph, Operation, Value, inlined, made_of, needed
@@ -24,6 +24,12 @@ class Group:
     outs: list[Value]
     operations: list[Operation]
     aliases: dict[int, int]  # an input -> the output that takes its memory
+    changes_rows: ClassVar[bool] = False  # whether these inputs are tables with changed rows
+
+    @property
+    def shared(self) -> list[Value]:
+        """The first inputs, if all groups of a call have the same."""
+        return []
 
 
 @dataclasses.dataclass(eq=False)
@@ -33,6 +39,11 @@ class LeafGroup(Group):
     scalars: list[Value]
     arrays: list[Value]
     length: int = 0  # of the groups of consecutive elements that share a number, if there are any
+
+    @property
+    def shared(self) -> list[Value]:
+        """The scalars."""
+        return self.scalars
 
     @property
     def shape(self) -> tuple[int, ...]:

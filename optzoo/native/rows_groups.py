@@ -34,6 +34,7 @@ class RowsGroup(Group):
     entries, and scalars.
     """
 
+    changes_rows = True
     ids: Value
     merged: Value | None  # the gradients once they are merged, if the group merges them
     tables: list[Value]

@@ -8,12 +8,14 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from ..core.boxes import is_box
 from ..core.checks import check_size
 from ..core.lines import is_lines
 from ..core.merge import kept, segment_sum
+from ..core.meshes import automatically, spec_of
 from ..core.numerics import is_real, upcast, wide_dtype
 from ..core.paths import flatten_with_path, path_name
 from ..core.row_ids import integer_ids
@@ -149,11 +151,9 @@ def lookup_sparse(
     out = []
     for x, s, b, owner in zip(tables, shardings, bags, at_owner, strict=True):
         if owner:
-            total, dtype = next(sums), x.dtype
+            out.append(_divide(next(sums), b, combiner).astype(x.dtype))
         else:
-            rows = lookup(x, b.ids) if s is None else next(found)
-            total, dtype = _total(_times(upcast(rows), b.weights), b), rows.dtype
-        out.append(_divide(total, b, combiner).astype(dtype))
+            out.append(_pooled(lookup(x, b.ids) if s is None else next(found), b, combiner))
     return treedef.unflatten(out)
 
 
@@ -175,12 +175,13 @@ class _Bags(NamedTuple):
     weights: Array | None  # (n,)
     is_real: Array  # (n,), False for padding
     number: int
+    axes: Any = None  # the explicit mesh axes over which the bags are divided
 
 
 def _make_bags(
     name: str, num_rows: int, ids: Any, segments: Any, weights: Any, number: int | None
 ) -> _Bags:
-    given, of = ids, f" of table '{name}'" if name else ""
+    given, axes, of = ids, None, f" of table '{name}'" if name else ""
     ids = integer_ids(ids, f"ids{of}")
     check_range(given, num_rows)
     if (segments is None) != (number is None):
@@ -191,7 +192,7 @@ def _make_bags(
                 f"ids{of} must have the shape (num_bags, length), got {ids.shape}: reshape them, "
                 "or give segment_ids and num_segments"
             )
-        number = ids.shape[0]
+        number, axes = ids.shape[0], spec_of(ids)[0]
         segments = jnp.repeat(jnp.arange(number, dtype=jnp.int32), ids.shape[1])
     else:
         check_size(1, num_segments=number)
@@ -208,13 +209,19 @@ def _make_bags(
             raise ValueError(
                 f"weights{of} must have the shape of the ids, {ids.shape}, got {weights.shape}"
             )
-        weights = weights.reshape(-1)
-    flat = ids.reshape(-1)
+        weights = _flat(weights)
+    flat = _flat(ids)
     if not flat.size:  # one that is padding, of no bag
         one = lambda x, value: jnp.pad(x, (0, 1), constant_values=value)
         flat, segments = one(flat, num_rows), one(segments, number)
         weights = None if weights is None else one(weights, 0)
-    return _Bags(flat, segments, weights, flat != num_rows, number)
+    return _Bags(flat, segments, weights, flat != num_rows, number, axes)
+
+
+def _flat(x: Array) -> Array:
+    """An array as a vector, divided over explicit mesh axes like its first axis."""
+    ravel = automatically(jnp.ravel, lambda _, x: PartitionSpec(spec_of(x)[0]))
+    return x if x.ndim == 1 else ravel(x)
 
 
 def _check_integers(name: str, table: Any, weights: Any, combiner: str) -> None:
@@ -270,6 +277,18 @@ def _times(rows: Array, weights: Array | None) -> Array:
     return rows * weights.astype(rows.dtype).reshape(-1, *(1,) * (rows.ndim - 1))
 
 
+def _pooled(rows: Array, bags: _Bags, combiner: Combiner) -> Array:
+    """The pooled rows of the ids of some bags."""
+
+    def pool(rows, segments, weights, is_real):
+        b = bags._replace(segments=segments, weights=weights, is_real=is_real)
+        total = _total(_times(upcast(rows), weights), b)
+        return _divide(total, b, combiner).astype(rows.dtype)
+
+    specs = lambda _, rows, *others: PartitionSpec(bags.axes, *spec_of(rows)[1:])
+    return automatically(pool, specs)(rows, bags.segments, bags.weights, bags.is_real)
+
+
 def _total(x: Array, bags: _Bags) -> Array:
     """The sum of each bag."""
     return segment_sum(x, bags.segments, bags.number)
@@ -278,7 +297,7 @@ def _total(x: Array, bags: _Bags) -> Array:
 def _divide(total: Array, bags: _Bags, combiner: Combiner) -> Array:
     if combiner == "sum":
         return total
-    ones = jnp.ones(bags.ids.shape, total.dtype)
+    ones = jnp.ones(bags.is_real.shape, total.dtype)
     w = jnp.where(bags.is_real, ones if bags.weights is None else bags.weights, 0)
     size = _total(w if combiner == "mean" else w * w, bags)
     is_empty = size == 0

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import pathlib
 import re
+import threading
 from typing import NamedTuple
 
 # Another operator would be an error that any test finds.
@@ -115,10 +116,15 @@ def mutant(root: pathlib.Path, site: Site) -> Mutant | None:
     return None
 
 
+_PARSER = threading.Lock()  # in several threads that of Python 3.11 may raise a SystemError
+
+
 def statement(code: str, line: int) -> range:
     """The lines of the innermost statement around a line, without the body of the statement."""
     best = range(line, line + 1)
-    for node in ast.walk(ast.parse(code)):
+    with _PARSER:
+        tree = ast.parse(code)
+    for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno:
             body = getattr(node, "body", None)
             last = body[0].lineno - 1 if body else node.end_lineno

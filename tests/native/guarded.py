@@ -18,12 +18,10 @@ import optzoo
 from optzoo.core.marked_rows import gather_rows
 from optzoo.jaxprs.equations import bind_equation
 from optzoo.native import calls, machine
-from optzoo.native.call_frame import call_as_xla, version_of_jaxlib
-from optzoo.native.leaf_kernel import leaf_kernel
+from optzoo.native.call_frame import call_as_xla
+from optzoo.native.cpu_kernels import KERNELS
 from optzoo.native.norms import SumGroup
 from optzoo.native.rows_groups import RowsGroup
-from optzoo.native.rows_kernel import rows_kernel
-from optzoo.native.sum_kernel import sum_kernel
 from optzoo.testing.samples import with_global_step
 
 PAGE = mmap.PAGESIZE
@@ -88,19 +86,19 @@ def native_calls(tx, params, grads):
     return lambda *trees: probe(*closed.consts, *jax.tree.leaves(trees)), found
 
 
+def kernel_of(call):
+    return next(kernel for kernel in KERNELS if kernel.match(call.parts[0]))
+
+
 def text_of(call, name="kernel"):
     """The kernel of a call in LLVM's language."""
-    part, version = call.parts[0], version_of_jaxlib()
-    if isinstance(part, SumGroup):
-        return sum_kernel(name, part, version)
-    write = rows_kernel if isinstance(part, RowsGroup) else leaf_kernel
-    return write(name, part, version)
+    return kernel_of(call).text(call, name)
 
 
 @functools.cache
 def compiled(call):
     """The address of a kernel, and the types of its results with those that serve as scratch."""
-    jaxpr = jax.make_jaxpr(call._native)(*[v.aval for v in call.ins]).jaxpr
+    jaxpr = jax.make_jaxpr(kernel_of(call).lower(call))(*[v.aval for v in call.ins]).jaxpr
     [eqn] = [e for e in jaxpr.eqns if e.primitive.name == "ffi_call"]
     place = machine.address(lambda name: text_of(call, name))[1]
     return place, [v.aval for v in eqn.outvars]
