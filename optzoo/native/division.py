@@ -48,16 +48,14 @@ class Division:
         required: bool = False,
         has_effects: bool = False,
     ):
+        self._program, self._kept, self._in_place = program, kept or {}, in_place
         self._required = required
         self.nodes: list[Any] = program.operations
         self.reasons: dict[Value, Unsupported] = {}
         reason = _refusal(program, kept, has_effects)
         try:
             if reason is None:
-                verify(program.operations, program.inputs, program.results, "read_program")
-                nodes = self._divide(program, kept or {}, in_place)
-                verify(nodes, program.inputs, program.results, "find_sums")
-                self.nodes = nodes
+                self.nodes = self._divided()
         except graphlib.CycleError:
             reason = "its parts depend on each other's results"
         except Unsound as error:
@@ -80,58 +78,92 @@ class Division:
         """Records the first reason for a result."""
         self.reasons.setdefault(result, why)
 
-    def _divide(
-        self, program: Graph, kept: Mapping[Value, Value], in_place: Collection[Value]
-    ) -> list[Any]:
+    def _divided(self) -> list[Any]:
+        """The nodes after all passes."""
+        program, nodes = self._program, self._program.operations
+        verify(nodes, program.inputs, program.results, "read_program")
+        for after, divide in {
+            "divide_branches": self._with_branches,
+            "find_rows": self._with_rows,
+            "find_grouped_leaves": self._with_grouped_leaves,
+            "find_leaves": self._with_leaves,
+            "find_sums": self._with_sums,
+        }.items():
+            nodes = divide(nodes)
+            verify(nodes, program.inputs, program.results, after)
+        return nodes
+
+    # The passes: each returns the nodes with more native calls, in order.
+
+    def _with_branches(self, nodes: list[Any]) -> list[Any]:
         of_branch = functools.partial(Division, required=self._required)
-        states = {**kept, **_written(program, kept)}
-        free = {*in_place, *(states.keys() - kept.keys())}
-        program = divide_branches(program, states, free, of_branch, self._report)
-        verify(program.operations, program.inputs, program.results, "divide_branches")
-        rows = find_rows(program, set(states), self._report)
-        made = {v for group in rows for v in group.outs}
-        others = [op for op in program.operations if not made.intersection(op.outs)]
-        nodes = in_order([*others, *(Call([g], self._required) for g in rows)], program.results)
-        places = {
-            before: after
-            for before, after in kept.items()
-            if before.shape and after is not before and after not in made
-        }
-        verify(nodes, program.inputs, program.results, "find_rows")
-        rest = [node for node in nodes if isinstance(node, Operation)]
-        rest = Graph(program.inputs, rest, program.results)
-        grouped = find_grouped_leaves(rest, places, set(in_place), self._report)
-        made = made.union(*(leaf.outs for leaf in grouped))
-        places = {before: after for before, after in places.items() if after not in made}
-        left = [v for v in program.results if v not in made]
-        rest = Graph(program.inputs, needed(rest.operations, left), left)
+        states = self._states
+        free = {*self._in_place, *(states.keys() - self._kept.keys())}
+        found = divide_branches(self._graph(nodes), states, free, of_branch, self._report)
+        return found.operations
+
+    def _with_rows(self, nodes: list[Any]) -> list[Any]:
+        rows = find_rows(self._graph(nodes), set(self._states), self._report)
+        return self._with(nodes, [Call([group], self._required) for group in rows])
+
+    def _with_grouped_leaves(self, nodes: list[Any]) -> list[Any]:
+        places, in_place = self._places(nodes), set(self._in_place)
+        rest = self._graph([node for node in nodes if isinstance(node, Operation)])
+        found = find_grouped_leaves(rest, places, in_place, self._report)
+        return self._with(nodes, self._calls(found)) if found else nodes
+
+    def _with_leaves(self, nodes: list[Any]) -> list[Any]:
+        places, made = self._places(nodes), _made_by_calls(nodes)
+        left = [v for v in self._program.results if v not in made]
+        operations = [node for node in nodes if isinstance(node, Operation)]
+        rest = Graph(self._program.inputs, needed(operations, left), left)
         slices = find_slices(rest, places)
         into = {places[before]: array for before, array in slices.items()}
         unchanged = {before for before, array in slices.items() if array is before}
         places = {b: after for b, after in {**places, **slices}.items() if b not in unchanged}
         rest.results = [*left, *(v for v in into.values() if v not in unchanged)]
-        rest, leaves = groups.find_leaves(rest, places, set(in_place), self._report)
-        verify(rest.operations, [*program.inputs, *made], rest.results, "find_leaves")
-        calls = self._calls([*grouped, *leaves])
-        done = {v for call in calls for v in call.outs}
+        rest, leaves = groups.find_leaves(rest, places, set(self._in_place), self._report)
         new = {v for op in rest.operations for v in op.outs}
         nodes = [*rest.operations, *(node for node in nodes if not new.intersection(node.outs))]
-        branches = [node for node in nodes if isinstance(node, Branches)]
-        within = {v for node in branches for v in node.outs if v not in node.reasons}
-        native = done | made | within
+        nodes = self._with(nodes, self._calls(leaves))
+        native = _made_by_calls(nodes)
+        for node in nodes:
+            if isinstance(node, Branches):
+                native.update(v for v in node.outs if v not in node.reasons)
         native |= {after for after, v in into.items() if v in unchanged | native}
         self.reasons = {v: why for v, why in self.reasons.items() if _same(v) not in native}
-        nodes = [node for node in nodes if not done.intersection(node.outs)]
-        return self._with_sums(in_order([*nodes, *calls], program.results), program)
+        return nodes
 
-    def _with_sums(self, nodes: list[Any], program: Graph) -> list[Any]:
-        """The nodes, with native norms where native calls need them."""
+    def _with_sums(self, nodes: list[Any]) -> list[Any]:
+        """With native norms where native calls need them."""
         native = [node for node in nodes if isinstance(node, Call | Branches)]
         wanted = set(needed(nodes, [v for node in native for v in node.ins]))
-        sums = self._calls(find_sums(nodes, wanted))
-        done = {v for call in sums for v in call.outs}
-        nodes = [node for node in nodes if not done.intersection(node.outs)]
-        return in_order([*nodes, *sums], program.results)
+        return self._with(nodes, self._calls(find_sums(nodes, wanted)))
+
+    # What the passes share
+
+    @functools.cached_property
+    def _states(self) -> dict[Value, Value]:
+        """The next value of each array, and of each table whose rows are written in turn."""
+        return {**self._kept, **_written(self._program, self._kept)}
+
+    def _graph(self, nodes: list[Any]) -> Graph:
+        return Graph(self._program.inputs, nodes, self._program.results)
+
+    def _places(self, nodes: list[Any]) -> dict[Value, Value]:
+        """The next value of each array that changes, unless a native call makes it."""
+        made = _made_by_calls(nodes)
+        return {
+            before: after
+            for before, after in self._kept.items()
+            if before.shape and after is not before and after not in made
+        }
+
+    def _with(self, nodes: list[Any], calls: list[Call]) -> list[Any]:
+        """The nodes with calls in place of what makes their outputs."""
+        made = _made_by_calls(calls)
+        others = [node for node in nodes if not made.intersection(node.outs)]
+        return in_order([*others, *calls], self._program.results)
 
     def _calls(self, leaves: Iterable[LeafGroup]) -> list[Call]:
         """Merges leaves or sums with the same operations into shared calls."""
@@ -144,6 +176,10 @@ class Division:
             for parts in alike.values()
             for i in range(0, len(parts), MOST_LEAVES)
         ]
+
+
+def _made_by_calls(nodes: Iterable[Any]) -> set[Value]:
+    return {v for node in nodes if isinstance(node, Call) for v in node.outs}
 
 
 def _written(program: Graph, kept: Mapping[Value, Value]) -> dict[Value, Value]:

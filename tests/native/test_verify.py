@@ -194,8 +194,9 @@ def test_a_number_has_one_element(divided):
 
 
 def lose_an_operation(found):
-    groups = found if isinstance(found, list) else [found[0] if isinstance(found, tuple) else found]
-    for group in groups:
+    """Of a program, or of the groups that were found in it."""
+    found_in = found[1] if isinstance(found, tuple) else found
+    for group in found_in if isinstance(found_in, list) else [found_in]:
         del group.operations[0]
     return found
 
@@ -206,6 +207,7 @@ def lose_an_operation(found):
         (groups_module, "read_program", TX),
         (division_module, "divide_branches", TX),
         (division_module, "find_rows", TX),
+        (division_module, "find_grouped_leaves", optzoo.row_wise_lamb(0.1)),
         (groups_module, "find_leaves", TX),
         (
             division_module,
