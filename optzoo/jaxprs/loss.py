@@ -37,7 +37,7 @@ class Loss(NamedTuple):
     uses: list[bool]
     has_gradient: bool  # whether the value depends on any leaf
     lookups: list[taps_of.Lookup]
-    elsewhere: frozenset[int]  # the leaves whose rows are the taps
+    given: frozenset[int]  # the leaves whose rows are the taps
     gathers: frozenset[int]  # those of which gathers of rows are lookups
     rebuild: Callable[[Sequence[Any]], tuple[Any, Any]]  # of arrays the value and auxiliary data
 
@@ -60,20 +60,20 @@ class Loss(NamedTuple):
         return used_inputs(self.closed.jaxpr)[: len(self.uses)]
 
     def ids(self, flat: Sequence[Array]) -> dict[int, Array]:
-        """For each leaf whose rows are read elsewhere, the concatenated ids of all its lookups."""
+        """For each leaf whose rows are given, the concatenated ids of all its lookups."""
         found = self._ids(flat, _zeros(flat, self.lookups))
-        ids = {i: [jnp.zeros(0, jnp.int32)] for i in sorted(self.elsewhere)}
+        ids = {i: [jnp.zeros(0, jnp.int32)] for i in sorted(self.given)}
         for lookup, each in zip(self.lookups, found, strict=True):
             if lookup.leaf in ids:
                 ids[lookup.leaf].append(each.reshape(-1))
         return {i: jnp.concatenate(parts[len(parts) > 1 :]) for i, parts in ids.items()}
 
     def ids_depend_on_rows(self, flat: Sequence[Array]) -> bool:
-        """Whether the ids of lookups whose rows are read elsewhere depend on rows."""
+        """Whether the ids of lookups whose rows are given depend on rows."""
 
         def ids(taps):
             pairs = zip(self.lookups, self._ids(flat, taps), strict=True)
-            return [each for lookup, each in pairs if lookup.leaf in self.elsewhere]
+            return [each for lookup, each in pairs if lookup.leaf in self.given]
 
         return any(used_inputs(jax.make_jaxpr(ids)(_zeros(flat, self.lookups)).jaxpr))
 
@@ -88,7 +88,7 @@ class Loss(NamedTuple):
 
         Args:
             flat: the leaves.
-            rows: for each leaf whose rows are read elsewhere, the rows of the ids of :meth:`ids`.
+            rows: for each leaf whose rows are given, the rows of the ids of :meth:`ids`.
         """
 
         def tapped(leaves, taps):
@@ -106,22 +106,22 @@ class Loss(NamedTuple):
         gradients_of = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True, allow_int=True)
         taps = self._taps(flat, rows or {})
         (value, (aux, ids)), (of_leaves, of_taps) = gradients_of(flat, taps)
-        given = {}
+        of_given = {}
         for i in sorted({lookup.leaf for lookup in self.lookups}):
             mine = [k for k, lookup in enumerate(self.lookups) if lookup.leaf == i]
             num_rows, *of_row = self.lookups[mine[0]].table
-            of_ids = [ids[k].reshape(-1) for k in mine if i not in self.elsewhere]
+            of_ids = [ids[k].reshape(-1) for k in mine if i not in self.given]
             of_ids = jnp.concatenate(of_ids) if of_ids else None
             sizes = {k: math.prod(self.lookups[k].shape) for k in mine}
             of_rows = jnp.concatenate([of_taps[k].reshape(sizes[k], *of_row) for k in mine])
             if of_ids is None:
-                given[i] = of_rows
+                of_given[i] = of_rows
                 continue
             first = self.lookups[mine[0]]
             gradient = SparseRows(of_ids, of_rows, num_rows, shard=first.shard, lines=first.lines)
             # Rows added to the gradient of the other uses: the correct dense gradient.
             of_leaves[i] = of_leaves[i] + gradient if self.uses[i] else gradient
-        return Gradients(value, aux, of_leaves, given)
+        return Gradients(value, aux, of_leaves, of_given)
 
     def _taps(self, flat: Sequence[Array], rows: Mapping[int, Array]) -> list[Array]:
         """For each lookup, its rows among those of all lookups of its leaf; or zeros."""
@@ -134,7 +134,7 @@ class Loss(NamedTuple):
         return taps
 
     def _copies(self, flat: Sequence[Array]) -> dict[int, Array]:
-        return _copies(flat, self.lookups, self.elsewhere)
+        return _copies(flat, self.lookups, self.given)
 
     def _outputs(self, leaves: Sequence[Array], flat: Sequence[Array], taps: Sequence[Array]):
         copies = self._copies(flat).values()
@@ -160,19 +160,19 @@ class TracedLoss(NamedTuple):
         shapes = {op.ins[0].shape for op in ops if row_gather(op) is not None}
         return {i for i, x in enumerate(self.flat) if jnp.shape(x) in shapes}
 
-    def with_taps(self, elsewhere: Iterable[int] = (), gathers: Iterable[int] = ()) -> "Loss":
+    def with_taps(self, given: Iterable[int] = (), gathers: Iterable[int] = ()) -> "Loss":
         """The loss with taps for its lookups.
 
         Args:
-            elsewhere: the indices of leaves that are not read: their rows are given later.
+            given: the indices of leaves that are not read: their rows are given later.
             gathers: the indices of leaves whose gathers of rows are lookups, too.
         """
-        elsewhere, gathers = frozenset(elsewhere), frozenset(gathers)
+        given, gathers = frozenset(given), frozenset(gathers)
         closed, flat, plan = self.closed, self.flat, _plan(self.graph, self.flat, gathers)
         lookups = plan.lookups
         if lookups:
             tapped = lambda flat, *others: taps_of.evaluate(plan, flat, *others)
-            copies = _copies(flat, lookups, elsewhere)
+            copies = _copies(flat, lookups, given)
             closed = jax.make_jaxpr(tapped)(flat, copies, _zeros(flat, lookups))
         of_value = closed.jaxpr.replace(outvars=closed.jaxpr.outvars[: self.num_values])
         of_value = needed_part(without_stop_gradient(of_value))
@@ -180,7 +180,7 @@ class TracedLoss(NamedTuple):
         graph = Graph.of(of_value, closed.consts)
         closed = with_wide_sums(closed, {jnp.shape(x) for x in flat})
         uses = [is_used and _is_inexact(x) for is_used, x in zip(used, flat, strict=False)]
-        return Loss(closed, graph, uses, any(used), lookups, elsewhere, gathers, self.rebuild)
+        return Loss(closed, graph, uses, any(used), lookups, given, gathers, self.rebuild)
 
 
 def trace_loss(
@@ -228,10 +228,10 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _copies(
-    flat: Sequence[Array], lookups: Sequence[taps_of.Lookup], elsewhere: frozenset[int]
+    flat: Sequence[Array], lookups: Sequence[taps_of.Lookup], given: frozenset[int]
 ) -> dict[int, Array]:
     """The leaves that are looked up and read, by their indices."""
-    return {i: flat[i] for i in sorted({found.leaf for found in lookups} - elsewhere)}
+    return {i: flat[i] for i in sorted({found.leaf for found in lookups} - given)}
 
 
 def _zeros(flat: Sequence[Array], lookups: Sequence[taps_of.Lookup]) -> list[Array]:

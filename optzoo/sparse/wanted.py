@@ -81,14 +81,14 @@ class WantedRows(NamedTuple):
     large: set[int]  # those of which gathers are lookups
     arrays: set[int]  # those that are arrays with rows, not in lines
 
-    def gathers(self, traced: TracedLoss, elsewhere: Iterable[int] = ()) -> set[int]:
+    def gathers(self, traced: TracedLoss, sharded: Iterable[int] = ()) -> set[int]:
         """The parameters whose gathers of rows are lookups, and may occur in a loss.
 
         Args:
             traced: the loss.
-            elsewhere: parameters that can be read by lookups only.
+            sharded: parameters that can be read by lookups only.
         """
-        mine = self.large | {*elsewhere} | (traced.looked_up & self.arrays)
+        mine = self.large | {*sharded} | (traced.looked_up & self.arrays)
         return mine & traced.gathered() if mine else mine
 
     def report(self, loss: Loss) -> None:

@@ -35,13 +35,13 @@ class DeferredTables(Tables):
 
     def __init__(self, model: Model, params: Any, state: Any):
         super().__init__(model, params, state)
-        self.elsewhere = frozenset(deferred_leaves(params, state))
+        self.read_first = frozenset(deferred_leaves(params, state))
         self._ids: Sequence[Mapping[int, Array]] = []  # for each part of the batch
 
     def catch_up(self, loss: Loss) -> frozenset[int]:
         """Catches up the tables that the loss reads other than by lookups."""
         reads = loss.reads()
-        whole_tables = frozenset(i for i in self.elsewhere if reads[i])
+        whole_tables = frozenset(i for i in self.read_first if reads[i])
         looked_up = {lookup.leaf for lookup in loss.lookups}
         for i in sorted(whole_tables & looked_up):
             if not loss.uses[i]:

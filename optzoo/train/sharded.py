@@ -76,8 +76,8 @@ class ShardedTables(DeferredTables):
     def __init__(self, model: Model, mapped: Mapped, params: Any, state: Any):
         super().__init__(model, params, state)
         self.mapped = mapped
-        self.only_by_rows = frozenset(mapped.tables)
-        self.elsewhere |= self.only_by_rows
+        self.sharded = frozenset(mapped.tables)
+        self.read_first |= self.sharded
         # In the loss a table has the shape of all its rows, also if its shards are in lines.
         tables, treedef = jax.tree.flatten(params, is_leaf=is_lines)
         pairs = zip(tables, mapped.shardings, strict=True)
@@ -166,7 +166,7 @@ class ShardedTables(DeferredTables):
         found = dict[int, list[Array]]()
         for batch in parts:
             traced = trace_loss(self.model.loss_of(self.seen, batch), self.leaves())
-            loss = traced.with_taps(self.elsewhere, self.wanted.gathers(traced, self.only_by_rows))
+            loss = traced.with_taps(self.read_first, self.wanted.gathers(traced, self.sharded))
             for i, ids in loss.ids(self.leaves()).items():
                 if i in self.mapped.tables and self.mapped.capacity(i, len(ids)) > SMALL:
                     part = self._part(i, ids)
@@ -332,7 +332,7 @@ class MeanGradients(ShardedTables):
         super().__init__(model, mapped, params, ())
         self.specs = specs
 
-    def with_taps(self, traced: TracedLoss, extra_args: Mapping[str, Any]) -> Loss:
+    def tapped(self, traced: TracedLoss, extra_args: Mapping[str, Any]) -> Loss:
         """The loss with taps for lookups."""
         loss = traced.with_taps(frozenset(), frozenset())
         self.check(loss)

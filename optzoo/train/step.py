@@ -129,9 +129,9 @@ class Tables:
     """
 
     # The leaves of which rows are read before the loss runs.
-    elsewhere: frozenset[int] = frozenset()
+    read_first: frozenset[int] = frozenset()
     # Those of them that the loss can read in no other way.
-    only_by_rows: frozenset[int] = frozenset()
+    sharded: frozenset[int] = frozenset()
 
     def __init__(self, model: Model, params: Any, state: Any):
         self.model, self.params, self.state = model, params, state
@@ -149,15 +149,15 @@ class Tables:
         """Catches up the tables that the loss reads as a whole, and returns their indices."""
         return frozenset()
 
-    def with_taps(self, traced: TracedLoss, extra_args: Mapping[str, Any]) -> Loss:
+    def tapped(self, traced: TracedLoss, extra_args: Mapping[str, Any]) -> Loss:
         """The loss with taps for lookups, and for gathers if ``tx`` supports row-sparse gradients.
 
         Raises ``ValueError`` for unsupported reads of a table; reports dense gradients.
         """
-        gathers = self.wanted.gathers(traced, self.only_by_rows)
-        loss = traced.with_taps(self.elsewhere, gathers)
+        gathers = self.wanted.gathers(traced, self.sharded)
+        loss = traced.with_taps(self.read_first, gathers)
         extra_args = self.arguments(jnp.zeros([], jnp.float32), extra_args)  # for its type
-        given = traced.looked_up | self.elsewhere
+        given = traced.looked_up | self.read_first
         update = lambda grads: self.model.tx.update(grads, self.state, self.params, **extra_args)
         asked = gathers - given - self.wanted.required
         refused = refused_rows(update, self.params, given, asked)
@@ -165,7 +165,7 @@ class Tables:
         for i in sorted(refused.keys() & pure):
             self.wanted.report_dense(i, _NO_ROWS.format(refused[i]))
         if refused:
-            loss = traced.with_taps(self.elsewhere, gathers - refused.keys())
+            loss = traced.with_taps(self.read_first, gathers - refused.keys())
         self.check(loss)
         return loss
 
@@ -218,12 +218,12 @@ def train_step(
         extra_args: extra args of the update.
     """
     traced = [trace_loss(tables.model.loss_of(tables.seen, x), tables.leaves()) for x in parts]
-    first = tables.with_taps(traced[0], extra_args)
+    first = tables.tapped(traced[0], extra_args)
     caught_up = tables.catch_up(first)
-    again = lambda of_part: of_part.with_taps(tables.elsewhere - caught_up, first.gathers)
+    again = lambda of_part: of_part.with_taps(tables.read_first - caught_up, first.gathers)
     losses = [again(traced[0]) if caught_up else first, *map(again, traced[1:])]
     flat = tables.leaves()
-    if tables.elsewhere:
+    if tables.read_first:
         _check_ids(losses[0], flat)
         rows = tables.read([loss.ids(flat) for loss in losses])
     else:
