@@ -296,8 +296,10 @@ def _coded(kinds: Any, undivided: dict[str, None], what: Any, slots: Any) -> Any
 
     def encode(a):
         # A program gets its warning from state_sharding.
-        if isinstance(a, jax.core.Tracer) or not isinstance(a.sharding, NamedSharding):
+        if isinstance(a, jax.core.Tracer):
             return encode_one(a)
+        if not isinstance(a.sharding, NamedSharding):
+            return jax.jit(encode_one)(a)  # one program, without intermediate arrays
         codes = jax.eval_shape(encode_one, a)
         if divides_groups(a.sharding, codes):
             undivided[f"parameters of shape {a.shape}"] = None
