@@ -62,7 +62,8 @@ def lookup_sparse(
 
     As in :func:`optzoo.lookup`, the gradient of the table is row-sparse. With ``sharding``, the
     table is sharded by rows, as in :func:`optzoo.sharded.lookup`; trees of tables, ids, segment ids
-    and weights share the messages.
+    and weights share the messages. On explicit mesh axes, pooled rows are divided like the first
+    axis of ``ids``; those of ragged bags are not divided along their first axis.
 
     Example:
         >>> import jax.numpy as jnp, optzoo
