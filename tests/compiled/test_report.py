@@ -33,6 +33,16 @@ def report_of(tx, **options):
     return report(step, params, jax.eval_shape(tx.init, params), *batch, **options)
 
 
+@pytest.mark.parametrize("kind", [Blocking, Collectives, LargeOperation, Overlap, Placement])
+def test_parts_of_a_report_are_values(kind):
+    """Equal ones are one in a set, and none can be changed."""
+    fields = dict.fromkeys([field.name for field in dataclasses.fields(kind)], 1)
+    part = kind(**fields)
+    assert {part, kind(**fields)} == {part}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(part, next(iter(fields)), 2)
+
+
 def test_a_step_in_place():
     found = report_of(optzoo.lazy_adam(1e-3))
     assert found.num_devices == 1 and found.large == () and found.not_reused == {}

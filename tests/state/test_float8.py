@@ -65,10 +65,11 @@ def test_small_elements_keep_their_magnitudes():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_zero_infinity_and_nan(kind):
-    x = np.zeros((3, 8), np.float32)
-    x[1, 2], x[2, 0] = np.inf, np.nan
-    zero, infinite, nan = np.asarray(decode(encode(kind, x)))
+    x = np.zeros((4, 8), np.float32)
+    x[1, 2], x[2, 0], x[3, 5] = np.inf, np.nan, 1
+    zero, infinite, nan, one = np.asarray(decode(encode(kind, x)))
     assert not zero.any() and np.isnan(nan).all()
+    np.testing.assert_array_equal(one, x[3])  # zeros beside another number
     assert np.isfinite(infinite).all() and infinite[2] > 6e4
 
 
