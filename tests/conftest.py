@@ -24,8 +24,8 @@ from .progress import Progress
 from .selection import KINDS, select
 
 os.environ["KERAS_BACKEND"] = "jax"  # read when keras is imported
-# The threads of XLA. By default as many as devices: a step with collectives may then wait forever for
-# one that is taken by an operation outside of ``jit``.
+# The threads of XLA. By default as many as devices: a step with collectives may then wait forever
+# for one that is taken by an operation outside of ``jit``.
 os.environ.setdefault("NPROC", "16")
 if jax.__version_info__[:2] == (0, 10):  # its other code generator compiles three times faster
     os.environ["XLA_FLAGS"] = (
