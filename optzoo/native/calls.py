@@ -136,11 +136,11 @@ def _check_required(call: Call, reason: Any) -> None:
 
 def _check_plain(where: str, call: Call, **params: Any) -> None:
     del params
-    _check_required(
-        call,
-        f"XLA would compute the update {where}: native code supports CPUs and TPUs, outside of "
-        "vmap and derivatives",
-    )
+    if call.required:
+        raise RuntimeError(
+            f"native code is required, but XLA computes the update {where}: native code supports "
+            "CPUs and TPUs, outside of vmap and derivatives"
+        )
 
 
 def _on_cpu(ctx: Any, call: Call, **params: Any) -> Callable[..., tuple[Array, ...]]:

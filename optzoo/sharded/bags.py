@@ -221,8 +221,7 @@ def _make_bags(
 
 def _flat(x: Array) -> Array:
     """An array as a vector, divided over explicit mesh axes like its first axis."""
-    ravel = automatically(jnp.ravel, lambda _, x: PartitionSpec(spec_of(x)[0]))
-    return x if x.ndim == 1 else ravel(x)
+    return automatically(jnp.ravel, lambda _, x: PartitionSpec(spec_of(x)[0]))(x)
 
 
 def _check_integers(name: str, table: Any, weights: Any, combiner: str) -> None:
@@ -298,8 +297,7 @@ def _total(x: Array, bags: _Bags) -> Array:
 def _divide(total: Array, bags: _Bags, combiner: Combiner) -> Array:
     if combiner == "sum":
         return total
-    ones = jnp.ones(bags.is_real.shape, total.dtype)
-    w = jnp.where(bags.is_real, ones if bags.weights is None else bags.weights, 0)
+    w = jnp.where(bags.is_real, 1.0 if bags.weights is None else bags.weights, 0)
     size = _total(w if combiner == "mean" else w * w, bags)
     is_empty = size == 0
     size = jnp.where(is_empty, 1, size)

@@ -81,8 +81,9 @@ def test_several_tables_share_messages():
 
 
 # The sums are divided in the same way wherever they are made.
+@pytest.mark.unique
 @pytest.mark.parametrize(
-    ("combiner", "pool"), [("mean", "here"), ("sqrtn", "owner"), ("sum", "owner"), ("sum", "auto")]
+    ("combiner", "pool"), [("sqrtn", "owner"), ("mean", "here"), ("sum", "owner"), ("sum", "auto")]
 )
 def test_bags_equal_those_of_one_table(combiner, pool):
     s, mesh = optzoo.sharded.RowSharding(ROWS, 4, multiple=16), mesh_of(4, kind="Auto")
@@ -135,6 +136,16 @@ def test_bags_of_one_table():
     for combiner, (got, ragged) in run(whole(), ids, weights).items():
         np.testing.assert_allclose(got, pooled(ids, weights, combiner), rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(ragged, got)
+
+
+def test_bags_of_integers_and_weights_of_another_dtype():
+    table, ids = jnp.arange(6).reshape(3, 2), jnp.array([[0, 2], [1, 3]])
+    with jax.numpy_dtype_promotion("strict"):
+        got = optzoo.lookup_sparse(table, ids, combiner="sum")
+        assert got.dtype == table.dtype and got.tolist() == [[4, 6], [2, 3]]
+        weights = jnp.array([[1, 3], [2, 0]], jnp.bfloat16)
+        got = optzoo.lookup_sparse(table.astype(jnp.float32), ids, weights=weights)
+        assert got.dtype == jnp.float32 and got.tolist() == [[3, 4], [2, 3]]
 
 
 def run(f, mesh, *args, check_vma=True):
