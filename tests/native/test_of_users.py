@@ -164,6 +164,7 @@ def elsewhere(where, step, *args):
     return jax.jit(step)(*jax.tree.map(put, args))
 
 
+@pytest.mark.unique
 @pytest.mark.parametrize(
     "where", ["under vmap", "in derivatives", "of arrays that it divides over devices"]
 )
