@@ -218,6 +218,7 @@ def test_all_rooms_are_known():
     assert {room(module)[1] for _, module in files()} == {n for rooms in ROOMS for n in rooms}
 
 
+@pytest.mark.unique
 def test_no_file_imports_itself_by_others():
     modules = {module.removesuffix(".__init__") for _, module in files()}
     nearest = lambda name: name if name in modules else name.rpartition(".")[0]

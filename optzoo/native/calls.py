@@ -16,13 +16,13 @@ from ..core.compat import (
     number_of_partitions,
     partitioned_by_first,
 )
-from ..jaxprs.graph import Operation, Value
+from ..jaxprs.graph import Value
 from .engine import problem, warn_once
-from .groups import Group, Unsupported
+from .groups import AlikeGroups, Group, Unsupported
 
 
-class Call:
-    """One native call for groups of one kind that share their operations and scalars.
+class Call(AlikeGroups):
+    """One native call.
 
     Args:
         parts: the groups.
@@ -30,15 +30,8 @@ class Call:
     """
 
     def __init__(self, parts: Sequence[Group], required: bool = False):
-        self.parts, self.required, first = parts, required, parts[0]
-        self.shared = ns = len(first.shared)
-        arrays, many = len(first.ins) - ns, len(first.outs)
-        self.ins = [*first.ins[:ns], *(v for part in parts for v in part.ins[ns:])]
-        self.outs = [v for part in parts for v in part.outs]
-        self.aliases = {
-            k * arrays + i: k * many + o for k, p in enumerate(parts) for i, o in p.aliases.items()
-        }
-        self.operations: list[Operation] = [op for part in parts for op in part.operations]
+        super().__init__(parts)
+        self.required = required
 
     def run(self, known: dict[Value, Any]) -> None:
         """Computes the outputs from known values, and adds them."""
@@ -53,21 +46,6 @@ class Call:
         for op in self.operations:
             op.run(known)
         return tuple(known[v] for v in self.outs)
-
-    def each(
-        self, functions: Sequence[Callable[..., tuple[Array, ...]]]
-    ) -> Callable[..., tuple[Array, ...]]:
-        """The function of the call by one function for each group."""
-        many = len(self.parts[0].ins) - self.shared
-
-        def call(*args):
-            scalars, arrays = args[: self.shared], args[self.shared :]
-            found = [
-                f(*scalars, *arrays[k * many : (k + 1) * many]) for k, f in enumerate(functions)
-            ]
-            return tuple(x for each in found for x in each)
-
-        return call
 
 
 class Kernel(Protocol):
@@ -87,7 +65,7 @@ class Kernel(Protocol):
         """Whether it computes groups of this kind."""
         ...
 
-    def lower(self, call: Call) -> Callable[..., tuple[Array, ...]]:
+    def lower(self, call: AlikeGroups) -> Callable[..., tuple[Array, ...]]:
         """The function of the arguments of a call.
 
         Raises ``Unsupported`` with the reason if there is none.

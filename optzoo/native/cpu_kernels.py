@@ -9,8 +9,7 @@ from jax import Array
 
 from . import machine
 from .call_frame import version_of_jaxlib
-from .calls import Call
-from .groups import Group, LeafGroup
+from .groups import AlikeGroups, Group, LeafGroup
 from .leaf_kernel import leaf_kernel
 from .norms import SumGroup
 from .rows_groups import RowsGroup
@@ -35,11 +34,11 @@ class CpuKernel(NamedTuple):
     scratch: Callable[[Sequence[Any]], list[jax.ShapeDtypeStruct]] = lambda groups: []
     divides: bool = False
 
-    def text(self, call: Call, name: str) -> str:
+    def text(self, call: AlikeGroups, name: str) -> str:
         """The function of a call."""
         return self.write(name, call.parts[0], version_of_jaxlib())
 
-    def lower(self, call: Call) -> Callable[..., tuple[Array, ...]]:
+    def lower(self, call: AlikeGroups) -> Callable[..., tuple[Array, ...]]:
         """The function of the arguments of a call, of arrays of one device."""
         name = machine.register(lambda name: self.text(call, name))
 

@@ -76,6 +76,44 @@ def _described(ops: Sequence[Operation], names: dict[Value, str]) -> list[Any]:
     return found
 
 
+class AlikeGroups:
+    """Groups of one kind that share their operations and scalars, as one call.
+
+    Args:
+        parts: the groups.
+
+    Attributes:
+        shared: the number of inputs that all groups share, the first ones.
+        ins: these, then the other inputs of each group.
+        outs: the outputs of each group.
+        aliases: an input -> the output that takes its memory, by index.
+    """
+
+    def __init__(self, parts: Sequence[Group]):
+        self.parts, first = parts, parts[0]
+        self.shared = ns = len(first.shared)
+        arrays, many = len(first.ins) - ns, len(first.outs)
+        self.ins = [*first.ins[:ns], *(v for part in parts for v in part.ins[ns:])]
+        self.outs = [v for part in parts for v in part.outs]
+        self.aliases = {
+            k * arrays + i: k * many + o for k, p in enumerate(parts) for i, o in p.aliases.items()
+        }
+        self.operations: list[Operation] = [op for part in parts for op in part.operations]
+
+    def each(self, functions: Sequence[Callable[..., Any]]) -> Callable[..., tuple[Any, ...]]:
+        """The function of the call by one function for each group."""
+        many = len(self.parts[0].ins) - self.shared
+
+        def call(*args):
+            scalars, arrays = args[: self.shared], args[self.shared :]
+            found = [
+                f(*scalars, *arrays[k * many : (k + 1) * many]) for k, f in enumerate(functions)
+            ]
+            return tuple(x for each in found for x in each)
+
+        return call
+
+
 class Unsupported(Exception):
     """The reason why some operations cannot become a group.
 

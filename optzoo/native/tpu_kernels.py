@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
-from .calls import Call
-from .groups import Group, LeafGroup, reductions
+from .groups import AlikeGroups, Group, LeafGroup, reductions
 from .rows_groups import RowsGroup
 from .tpu_kernel import tpu_kernel
 from .tpu_leaf_kernel import tpu_leaf_kernel
@@ -29,7 +28,7 @@ class TpuKernel(NamedTuple):
     make: Callable[[Any], Callable[..., tuple[Array, ...]]]
     divides: bool = False
 
-    def lower(self, call: Call) -> Callable[..., tuple[Array, ...]]:
+    def lower(self, call: AlikeGroups) -> Callable[..., tuple[Array, ...]]:
         """The function of the arguments of a call."""
         return call.each([self.make(group) for group in call.parts])
 
