@@ -196,6 +196,7 @@ def files():
         yield path, ".".join(["optzoo", *parts])
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("name", [name for rooms in ROOMS for name in rooms])
 def test_imports_go_one_way(name):
     arrows = [
