@@ -113,8 +113,8 @@ def few_programs(request):
     """Clears compiled programs when there are many, checked after a number of new ones.
 
     Each has 3 to 20 memory mappings. Linux allows 65,530 per process, which crashes beyond. Lowered
-    programs are cleared after each test: JAX before 0.12 keeps an MLIR context for each, which
-    slows down later programs (tenfold after thousands).
+    programs are cleared after each test: JAX before 0.12 keeps their MLIR contexts, which slow down
+    later programs (tenfold after thousands).
     """
     yield
     for cache in LOWERED:

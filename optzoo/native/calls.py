@@ -112,8 +112,7 @@ def _check_required(call: Call, reason: Any) -> None:
         raise RuntimeError(f"native code is required: {reason}")
 
 
-def _check_plain(where: str, call: Call, **params: Any) -> None:
-    del params
+def _check_plain(where: str, call: Call, **_: Any) -> None:
     if call.required:
         raise RuntimeError(
             f"native code is required, but XLA computes the update {where}: native code supports "
@@ -121,8 +120,7 @@ def _check_plain(where: str, call: Call, **params: Any) -> None:
         )
 
 
-def _on_cpu(ctx: Any, call: Call, **params: Any) -> Callable[..., tuple[Array, ...]]:
-    del params
+def _on_cpu(ctx: Any, call: Call, **_: Any) -> Callable[..., tuple[Array, ...]]:
     if reason := problem():
         return _without(call, reason)
     from .cpu_kernels import KERNELS
@@ -130,15 +128,13 @@ def _on_cpu(ctx: Any, call: Call, **params: Any) -> Callable[..., tuple[Array, .
     return lower(ctx, call, KERNELS)
 
 
-def _on_tpu(ctx: Any, call: Call, **params: Any) -> Callable[..., tuple[Array, ...]]:
-    del params
+def _on_tpu(ctx: Any, call: Call, **_: Any) -> Callable[..., tuple[Array, ...]]:
     from .tpu_kernels import KERNELS
 
     return lower(ctx, call, KERNELS)
 
 
-def _types(*avals: Any, call: Call, **params: Any) -> list[Any] | None:
-    del params
+def _types(*avals: Any, call: Call, **_: Any) -> list[Any] | None:
     same = list(avals) == [v.aval for v in call.ins]
     return [v.aval for v in call.outs] if same else None
 

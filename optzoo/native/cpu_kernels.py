@@ -9,7 +9,7 @@ from jax import Array
 
 from . import machine
 from .call_frame import version_of_jaxlib
-from .groups import AlikeGroups, Group, LeafGroup
+from .groups import AlikeGroups, Group, LeafGroup, has_lengths, is_a
 from .leaf_kernel import leaf_kernel
 from .norms import SumGroup
 from .rows_groups import RowsGroup
@@ -64,18 +64,9 @@ def _scratch_of_sums(groups: Sequence[SumGroup]) -> list[jax.ShapeDtypeStruct]:
     return of_sums(sizes, len(groups[0].outs))
 
 
-def _has_lengths(group: Group) -> bool:
-    """Whether some arrays have one element for each group of elements of others."""
-    return isinstance(group, LeafGroup) and group.length > 0
-
-
-def _is_a(kind: type[Group]) -> Callable[[Group], bool]:
-    return lambda group: isinstance(group, kind)
-
-
 KERNELS = (
-    CpuKernel(_is_a(RowsGroup), rows_kernel, scratch=lambda groups: of_rows(groups[0])),
-    CpuKernel(_is_a(SumGroup), sum_kernel, scratch=_scratch_of_sums),
-    CpuKernel(_has_lengths, leaf_kernel),
-    CpuKernel(_is_a(LeafGroup), leaf_kernel, divides=True),
+    CpuKernel(is_a(RowsGroup), rows_kernel, scratch=lambda groups: of_rows(groups[0])),
+    CpuKernel(is_a(SumGroup), sum_kernel, scratch=_scratch_of_sums),
+    CpuKernel(has_lengths, leaf_kernel),
+    CpuKernel(is_a(LeafGroup), leaf_kernel, divides=True),
 )

@@ -76,6 +76,16 @@ def _described(ops: Sequence[Operation], names: dict[Value, str]) -> list[Any]:
     return found
 
 
+def is_a(kind: type[Group]) -> Callable[[Group], bool]:
+    """A function that tells whether a group is of this kind."""
+    return lambda group: isinstance(group, kind)
+
+
+def has_lengths(group: Group) -> bool:
+    """Whether some arrays have one element for each group of elements of others."""
+    return isinstance(group, LeafGroup) and group.length > 0
+
+
 class AlikeGroups:
     """Groups of one kind that share their operations and scalars, as one call.
 

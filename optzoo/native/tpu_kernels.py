@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
-from .groups import AlikeGroups, Group, LeafGroup, reductions
+from .groups import AlikeGroups, Group, has_lengths, is_a, reductions
 from .rows_groups import RowsGroup
 from .tpu_kernel import tpu_kernel
 from .tpu_leaf_kernel import tpu_leaf_kernel
@@ -21,12 +21,11 @@ class TpuKernel(NamedTuple):
         match: whether it computes groups of this kind.
         make: ``make(group)`` returns the function from its inputs to its outputs; it raises
             ``Unsupported`` with the reason if there is none.
-        divides: whether it computes on the parts of arrays that XLA divides over devices.
     """
 
     match: Callable[[Group], bool]
     make: Callable[[Any], Callable[..., tuple[Array, ...]]]
-    divides: bool = False
+    divides = False  # of arrays that XLA divides over devices, it computes none
 
     def lower(self, call: AlikeGroups) -> Callable[..., tuple[Array, ...]]:
         """The function of the arguments of a call."""
@@ -35,12 +34,11 @@ class TpuKernel(NamedTuple):
 
 def _has_codes(group: Group) -> bool:
     """Whether groups of elements share the scale of 8-bit slots, rather than being rows."""
-    if not isinstance(group, LeafGroup) or group.length == 0:
-        return False
-    return all(op.ins[0].dtype == "int32" for op in reductions(group.operations))
+    over = reductions(group.operations)
+    return has_lengths(group) and all(op.ins[0].dtype == "int32" for op in over)
 
 
 KERNELS = (
-    TpuKernel(lambda group: isinstance(group, RowsGroup), tpu_kernel),
+    TpuKernel(is_a(RowsGroup), tpu_kernel),
     TpuKernel(_has_codes, tpu_leaf_kernel),
 )

@@ -176,7 +176,7 @@ class _Bags(NamedTuple):
     weights: Array | None  # (n,)
     is_real: Array  # (n,), False for padding
     number: int
-    axes: Any = None  # the explicit mesh axes over which the bags are divided
+    axes: Any  # the explicit mesh axes over which the bags are divided
 
 
 def _make_bags(
