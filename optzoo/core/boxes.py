@@ -119,28 +119,31 @@ class Boxes:
         self._kept = [i for i, x in enumerate(nodes) if none or content(x) is not None]
         self.nodes = [nodes[i] for i in self._kept]
         self.contents = list(map(content, self.nodes))  # the gradients
+        # The class of the box of each; None for others.
+        self._types = [
+            None if x is g else type(x) for x, g in zip(self.nodes, self.contents, strict=True)
+        ]
 
     def slots(self, tree: Any) -> list[Any]:
         """The slots of a tree, without boxes; ``ValueError`` if the parameters differ."""
         found = self._found(tree)
-        pairs = [(found[i], g) for i, g in zip(self._kept, self.nodes, strict=True)]
-        return [content(x) if type(x) is type(g) else x for x, g in pairs]
+        pairs = [(found[i], box) for i, box in zip(self._kept, self._types, strict=True)]
+        return [content(x) if type(x) is box else x for x, box in pairs]
 
     def refilled(self, tree: Any, values: Any) -> Any:
         """The tree with other slots."""
         found = self._found(tree)
-        for i, g, value in zip(self._kept, self.nodes, values, strict=True):
+        for i, box, value in zip(self._kept, self._types, values, strict=True):
             # A slot is in a box of the same class, or alone.
-            found[i] = refilled(found[i], value) if type(found[i]) is type(g) else value
+            found[i] = refilled(found[i], value) if type(found[i]) is box else value
         return self.treedef.unflatten(found)
 
     def _found(self, tree: Any) -> list[Any]:
         """The part of a tree for each node."""
         found = self.treedef.flatten_up_to(tree)
-        kept = set(self._kept)
-        others = (x for i, x in enumerate(found) if i not in kept)
-        if any(content(x) is not None and not isinstance(x, optax.MaskedNode) for x in others):
-            raise ValueError("a parameter that is None has a slot")
+        for i in set(range(len(found))).difference(self._kept):
+            if content(found[i]) is not None and not isinstance(found[i], optax.MaskedNode):
+                raise ValueError("a parameter that is None has a slot")
         return found
 
 

@@ -256,7 +256,7 @@ def placed_as(new: Any, like: Any) -> Any:
         is_array = isinstance(new, jax.Array) and new.ndim > 0
         return group_shardings(new, like) if divides and is_array else new
 
-    return jax.tree.map(place, new, like)
+    return new if mesh_of(like).empty else jax.tree.map(place, new, like)
 
 
 def whole_along_last(sharding: NamedSharding, ndim: int) -> NamedSharding:
@@ -277,9 +277,10 @@ def in_mesh(x: Any, mesh: Any) -> Any:
 
 def mesh_of(tree: Any) -> Any:
     """The mesh in the types of arrays; empty if there is none."""
-    arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
-    meshes = (jax.typeof(x).sharding.mesh for x in arrays)
-    return next((mesh for mesh in meshes if not mesh.empty), NO_MESH)
+    for x in jax.tree.leaves(tree):
+        if isinstance(x, jax.Array) and not (mesh := jax.typeof(x).sharding.mesh).empty:
+            return mesh
+    return NO_MESH
 
 
 def spec_of(x: Any) -> PartitionSpec:

@@ -49,10 +49,10 @@ def frame(
     rule: TreeRule,
     *,
     slots: Any,
-    shared: Callable[[], dict[str, Array]],
-    scheduled: Mapping[str, optax.ScalarOrSchedule] | None,
-    needs_params: bool,
-    needs_global_step: bool,
+    shared: Callable[[], dict[str, Array]] = dict,
+    scheduled: Mapping[str, optax.ScalarOrSchedule] | None = None,
+    needs_params: bool = False,
+    needs_global_step: bool = False,
     shared_varies: bool = False,
     cycle: int = 1,
 ) -> Optimizer:
@@ -120,8 +120,10 @@ def _placed(leaf: Leaf, done: tuple[Any, Any]) -> tuple[Any, Any]:
 
 def _is_empty(leaf: Leaf) -> bool:
     """Whether a parameter is None, and so has no slots."""
+    if leaf.g is not None:
+        return False
     slots = stored_arrays(leaf.slots)
-    return leaf.g is None and len(slots) > 0 and all(slot is None for slot in slots)
+    return len(slots) > 0 and all(slot is None for slot in slots)
 
 
 def _check_slots(slots: Any) -> None:

@@ -125,11 +125,24 @@ def leafwise(
     """
     check_function(rule=rule, precompute=precompute)
     check_function("a policy such as optzoo.rules.lazy", rows=rows)
-    on_leaves = for_each_leaf(rule, rows, precompute)
+    array_rule = in_float32(rule)
+    rows_rule = rows(array_rule)
     bases = dict(powers or {})
 
     def on_all(leaves, powers, t, **scheduled):
-        done = on_leaves(leaves, t, **scheduled, **powers)
+        given = {**scheduled, **powers}
+
+        @functools.cache
+        def of_dtype(dtype):
+            return in_dtype(precompute(t, **in_dtype(given, dtype)), dtype)
+
+        def on_leaf(g, x, s):
+            if g is None:
+                return None, s
+            numbers = of_dtype(upcast_dtype(g.dtype))
+            return (rows_rule if is_rows(g) else array_rule)(g, x, s, t, **numbers)
+
+        done = [on_leaf(*leaf) for leaf in leaves]
         return done, {k: p * jnp.asarray(bases[k], p.dtype) for k, p in powers.items()}
 
     tx = frame(
@@ -142,31 +155,6 @@ def leafwise(
         cycle=check_size(1, cycle=cycle),
     )
     return known(tx, rows=rows if rows in POLICIES else None)
-
-
-def for_each_leaf(rule: Rule, rows: RowsPolicy, precompute: Callable[..., Any]) -> Any:
-    """The rule of :func:`leafwise` for several parameters.
-
-    It is a function ``(leaves, t, **numbers)`` that returns the update and the new slots of each.
-    """
-    array_rule = in_float32(rule)
-    rows_rule = rows(array_rule)
-
-    def on_leaf(leaf, t, of_dtype):
-        g, x, s = leaf
-        if g is None:
-            return None, s
-        numbers = of_dtype(upcast_dtype(g.dtype))
-        return (rows_rule if is_rows(g) else array_rule)(g, x, s, t, **numbers)
-
-    def on_leaves(leaves, t, **numbers):
-        @functools.cache
-        def of_dtype(dtype):
-            return in_dtype(precompute(t, **in_dtype(numbers, dtype)), dtype)
-
-        return [on_leaf(leaf, t, of_dtype) for leaf in leaves]
-
-    return on_leaves
 
 
 def without_state(transformation: Optimizer) -> Optimizer:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax import Array
 
 from ..core.checks import check_rate
-from ..core.numerics import has_16_bits, saturating_cast, upcast
+from ..core.numerics import cast, has_16_bits, saturating_cast, upcast, upcast_dtype
 from ..core.optimizer import About, Optimizer, about_of, known, reads_of, recorded
 from ..core.rows import is_rows, is_sparse_or_none
 from ..core.schedules import at_step
 from ..state.inner import fitting
 from ..state.types import NoSlots, count_of
-from .frame import Leaf
-from .leafwise import for_each_leaf, leafwise
-from .policies import ROW_WISE, linear
+from .frame import frame
+from .policies import ROW_WISE, linear, merged_if_short
 
 
 @recorded
@@ -48,21 +49,30 @@ def scale_by_learning_rate(
             before this one, or with ``update(..., global_step=)``.
     """
     check_rate(learning_rate)
-    return leafwise(
-        _step, rows=linear, scheduled={"learning_rate": learning_rate}, precompute=_factor
-    )
+
+    def rule(leaves, shared, t, learning_rate):
+        steps = _steps([leaf.g for leaf in leaves], learning_rate)
+        return [(u, leaf.slots) for u, leaf in zip(steps, leaves, strict=True)], shared
+
+    tx = frame(rule, slots=NoSlots(), scheduled={"learning_rate": learning_rate})
+    return known(tx, rows=linear)
 
 
-def _step(g: Any, x: Any, s: Any, t: Any, factor: Any) -> Any:
-    """The rule of a descent step."""
-    del x, t
-    return factor * g, s
+def _steps(directions: Iterable[Any], rate: Any) -> list[Any]:
+    """The descent step along each direction: an array, SparseRows or None."""
+    rate = rate if isinstance(rate, jax.Array) else jnp.asarray(rate)
+    factor = functools.cache(lambda dtype: -cast(rate, dtype))
 
+    def step(u: Array) -> Array:
+        return saturating_cast(factor(upcast_dtype(u.dtype)) * upcast(u), u.dtype)
 
-def _factor(t: Any, learning_rate: Any) -> dict[str, Any]:
-    """The factor of a direction."""
-    del t
-    return {"factor": -learning_rate}
+    def of_each(u):
+        if is_rows(u):
+            u = merged_if_short(u)
+            return u.with_values(step(u.values))
+        return None if u is None else step(u)
+
+    return list(map(of_each, directions))
 
 
 def chain(*members: optax.GradientTransformation) -> Optimizer:
@@ -130,21 +140,19 @@ def descend(
     """
     check_rate(learning_rate)
     direction = optax.chain(*directions)
-    steps = for_each_leaf(_step, linear, _factor)
 
     def init(params):
         states: Any = direction.init(params)
         return *states, optax.EmptyState()
 
     def update(updates, state, params=None, **extra_args):
-        number, given = (extra_args.get(k) for k in ("global_step", "learning_rate"))
-        number = count_of(state[0]) if number is None else number
+        step = extra_args.get("global_step")
+        step = count_of(state[0]) if step is None else step
         updates, new = direction.update(updates, state[:-1], params, **extra_args)
-        rate = at_step("learning_rate", number, learning_rate, given)
+        rate = at_step("learning_rate", step, learning_rate, extra_args.get("learning_rate"))
         us, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
-        done = steps([Leaf(u, None, NoSlots()) for u in us], number, learning_rate=rate)
         states: Any = new
-        return treedef.unflatten([u for u, _ in done]), (*states, optax.EmptyState())
+        return treedef.unflatten(_steps(us, rate)), (*states, optax.EmptyState())
 
     about = _about_chain(*directions).reading("global_step", "learning_rate")
     return fitting(Optimizer(init, rounded_once(update), about))

@@ -58,8 +58,8 @@ def _checked(result: Any, slots: Any) -> tuple[Any, Any]:
 
 def in_dtype(scheduled: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
     """Hyper-parameters in the dtype in which the rule for an array computes."""
-    array = lambda h: h if isinstance(h, jax.Array) else jnp.asarray(h)
-    return {k: cast(array(h), dtype) for k, h in scheduled.items()}
+    arrays = {k: h if isinstance(h, jax.Array) else jnp.asarray(h) for k, h in scheduled.items()}
+    return {k: cast(h, dtype) for k, h in arrays.items()}
 
 
 def on_loaded_slots(rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -161,11 +161,16 @@ def linear(rule: Rule) -> RowsRule:
     """
 
     def on_rows(g, x, s, t, **scheduled):
-        g = g.coalesce() if has_16_bits(g.dtype) else g
+        g = merged_if_short(g)
         u, new = rule(g.values, x, s, t, **scheduled)
         return g.with_values(u), new
 
     return on_rows
+
+
+def merged_if_short(g: SparseRows) -> SparseRows:
+    """The rows; of 16 bits merged, since the sum of repeated rows is computed in float32."""
+    return g.coalesce() if has_16_bits(g.dtype) else g
 
 
 POLICIES = lazy, linear, dense, touched

@@ -72,8 +72,9 @@ class SlotShapes:
 
     def check_types(self, state: Any, params: Any) -> None:
         """Raises ``StateError`` unless a state has slots of this type, and the shared arrays."""
-        wanted = f"LeafwiseState with {slots_words(self.slots)}"
-        if _words(state) != wanted:
+        words = slots_words(self.slots)
+        wanted = f"LeafwiseState with {words}"
+        if not isinstance(state, LeafwiseState) or slots_words(state.slots) != words:
             refuse_swapped(params)
             raise misfit(wanted, _words(state))
         if found := difference(self.shared, state.shared):
@@ -116,10 +117,9 @@ class SlotShapes:
         if (shape, dtype) not in self.known:
             x = jax.ShapeDtypeStruct(shape, dtype)
             self.known[shape, dtype] = [_kinds(jax.eval_shape(init, x)) for init in self.slots]
-        packed = is_packed(row)
         for name, expected, slot in zip(row._fields, self.known[shape, dtype], row, strict=True):
             got = _kinds(slot, shape if is_rows(like) and like.lines else None)
-            if expected == got or (packed and _is_half(expected, got)):
+            if expected == got or (is_packed(row) and _is_half(expected, got)):
                 continue
             path, _ = leaves_with_path(updates, is_sparse_or_none)[i]
             of = f"the slot '{name}' of parameter '{path_name(path)}', which has shape {shape}"
@@ -133,12 +133,12 @@ def _kinds(slot: Any, of: tuple[int, ...] | None = None) -> list[Any]:
         slot: a tree of arrays.
         of: the shape of a table in lines, whose slots may be in lines, too.
     """
-
-    def kind(a):
-        shape, numbers = kind_of(a)
-        return (of if of is not None and _is_in_lines(a, shape, of) else shape), numbers
-
-    return list(map(kind, jax.tree.leaves(slot, is_leaf=is_coded)))
+    arrays = jax.tree.leaves(slot, is_leaf=is_coded)
+    kinds = list(map(kind_of, arrays))
+    if of is None:
+        return kinds
+    pairs = zip(arrays, kinds, strict=True)
+    return [(of if _is_in_lines(a, shape, of) else shape, numbers) for a, (shape, numbers) in pairs]
 
 
 def _is_in_lines(a: Any, shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
@@ -221,10 +221,11 @@ def difference(expected: Any, tree: Any) -> tuple[str, str] | None:
     For a :class:`LeafwiseState` only the type of its slots is compared; its update checks the rest.
     Boxes are not compared, since Flax NNX passes variables to ``init`` and arrays to ``update``.
     """
+    if _are_alike(expected, tree):
+        return None
     expected, tree = unboxed(expected), unboxed(tree)
     is_leaf = lambda node: isinstance(node, LeafwiseState) or is_rows(node)
-    (ours, structure), (theirs, other) = (jax.tree.flatten(t, is_leaf) for t in (expected, tree))
-    if structure == other and list(map(kind_of, ours)) == list(map(kind_of, theirs)):
+    if _are_alike(expected, tree, is_leaf):
         return None
     if _words(expected) != _words(tree):
         return _words(expected), _words(tree)
@@ -236,14 +237,19 @@ def difference(expected: Any, tree: Any) -> tuple[str, str] | None:
         words = wanted.get(name, "nothing"), got.get(name, "nothing")
         if words[0] != words[1]:
             return f"{words[0]} at '{name}'", words[1]
-    return str(structure), str(other)
+    structure, other = (str(jax.tree.structure(t, is_leaf)) for t in (expected, tree))
+    return structure, other
+
+
+def _are_alike(a: Any, b: Any, is_leaf: Callable[[Any], bool] | None = None) -> bool:
+    """Whether two trees have the same structure and leaves of the same kinds."""
+    (ours, structure), (theirs, other) = jax.tree.flatten(a, is_leaf), jax.tree.flatten(b, is_leaf)
+    return structure == other and list(map(kind_of, ours)) == list(map(kind_of, theirs))
 
 
 def change(state: Any, new: Any) -> StateError | None:
     """An error if an update has changed the shape of an array of a state, otherwise None."""
-    (old, structure), (leaves, other) = map(jax.tree.flatten, (state, new))
-    kinds = zip(map(kind_of, old), map(kind_of, leaves), strict=False)
-    if structure != other or all(a == b for a, b in kinds):
+    if _are_alike(state, new) or jax.tree.structure(state) != jax.tree.structure(new):
         return None
     return misfit(*(difference(new, state) or ("slots of these parameters", "others")))
 
@@ -259,6 +265,8 @@ def _is_array(a: Any) -> bool:
 
 def kind_of(a: Any) -> Any:
     """The properties that matching arrays of states share; for slots, their type."""
+    if isinstance(a, jax.Array):
+        return a.shape, _kind_of_dtype(a.dtype)
     if isinstance(a, LeafwiseState):
         return slots_words(a.slots)
     if is_coded(a):

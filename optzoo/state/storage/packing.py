@@ -20,7 +20,7 @@ from ...core.boxes import unboxed
 from ...core.compat import custom_jvp
 from ...core.lines import as_lines, is_lines, plain
 from .at_random import DTYPES
-from .codes import decoded, encoded, has_codes, is_coded, stored
+from .codes import Codes, decoded, encoded, has_codes, is_coded, stored
 
 
 class UpperBfloat16(NamedTuple):
@@ -39,6 +39,7 @@ _SIDE_BY_SIDE = jnp.dtype(jnp.float32), jnp.dtype(jnp.float64)
 PACKABLE = (*DTYPES, *_SIDE_BY_SIDE)
 _UPPER = dict(zip(DTYPES, (UpperBfloat16, UpperFloat16), strict=True))
 _DTYPE_OF = {upper: dtype for dtype, upper in _UPPER.items()}
+_MARKS = SecondHalf, *_DTYPE_OF
 
 
 # Of a named tuple of arrays, or of trees of arrays.
@@ -97,7 +98,7 @@ def pack_like(packed: Any, slots: Any) -> Any:
 
 def is_packed(slots: Any) -> bool:
     """Whether the slots have arrays of two slots, or 8-bit arrays."""
-    return has_codes(slots) or any(True for _ in _pairs(slots))
+    return any(map(_is_other_form, jax.tree.leaves(slots, is_leaf=_is_other_form)))
 
 
 def _decoded(tree: Any) -> Any:
@@ -145,7 +146,11 @@ def _pairs(slots: Any) -> Iterator[tuple[int, int]]:
 
 
 def _is_mark(x: Any) -> bool:
-    return type(x) is SecondHalf or type(x) in _DTYPE_OF
+    return isinstance(x, _MARKS)
+
+
+def _is_other_form(x: Any) -> bool:
+    return isinstance(x, (*_MARKS, *Codes))
 
 
 def _is_inexact(dtype: Any) -> bool:

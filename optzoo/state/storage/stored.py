@@ -86,6 +86,8 @@ def stored_slots(
             rows, by path. Each row is rounded by the random bits of its position in the table, not
             in the array, which may equal that of a row of another shard.
     """
+    if rounding is None and not is_packed(rows):
+        return rows
     if rounding is None:
         return [StoredSlots(row, None) if is_packed(row) else row for row in rows]
     rounding.notes.of.append(rows)
