@@ -4,8 +4,8 @@ It is lowered to a kernel of the platform, if one matches. Otherwise, under ``vm
 derivatives, it is lowered to the operations.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import Array
@@ -26,12 +26,14 @@ class Call(AlikeGroups):
 
     Args:
         parts: the groups.
-        required: whether it is an error if XLA computes it.
+
+    Attributes:
+        required: None if XLA may compute it.
     """
 
-    def __init__(self, parts: Sequence[Group], required: bool = False):
+    def __init__(self, parts: Sequence[Group]):
         super().__init__(parts)
-        self.required = required
+        self.required: Required | None = None
 
     def run(self, known: dict[Value, Any]) -> None:
         """Computes the outputs from known values, and adds them."""
@@ -46,6 +48,40 @@ class Call(AlikeGroups):
         for op in self.operations:
             op.run(known)
         return tuple(known[v] for v in self.outs)
+
+
+class Required(NamedTuple):
+    """The calls of a step, none of which XLA may compute."""
+
+    calls: Sequence[Call]
+    names: Mapping[Value, str]  # of the results of the step
+
+    def error(self, kernels: Sequence["Kernel"]) -> RuntimeError:
+        """The error for all calls without a kernel."""
+        reasons = dict[Value, str]()
+        for call in self.calls:
+            try:
+                if kernel := _kernel_of(call, kernels):
+                    kernel.lower(call)
+            except Exception as error:
+                reasons.update(dict.fromkeys(call.outs, _reason_of(error)))
+        names = {
+            **self.names,
+            **{v: v.aval.str_short() for v in reasons.keys() - self.names.keys()},
+        }
+        return RuntimeError(listed({name: reasons[v] for v, name in names.items() if v in reasons}))
+
+
+def require(calls: Sequence[Call], names: Mapping[Value, str]) -> None:
+    """Makes it an error if XLA computes one of the calls of a step."""
+    for call in calls:
+        call.required = Required(calls, names)
+
+
+def listed(reasons: Mapping[str, Any]) -> str:
+    """The text of an error: arrays that XLA updates, and why."""
+    few = "; ".join(f"'{name}': {why}" for name, why in list(reasons.items())[:5])
+    return f"native code is required, but XLA updates {len(reasons)} arrays: {few}"
 
 
 class Kernel(Protocol):
@@ -75,7 +111,7 @@ class Kernel(Protocol):
 
 def lower(ctx: Any, call: Call, kernels: Sequence[Kernel]) -> Callable[..., tuple[Array, ...]]:
     """The function that computes a call in a lowered program."""
-    kernel = next((kernel for kernel in kernels if kernel.match(call.parts[0])), None)
+    kernel = _kernel_of(call, kernels)
     is_divided = number_of_partitions(ctx) > 1
     if is_divided and not (kernel and kernel.divides and can_partition(ctx)):
         _check_plain("of arrays that it divides over devices", call)
@@ -84,12 +120,23 @@ def lower(ctx: Any, call: Call, kernels: Sequence[Kernel]) -> Callable[..., tupl
         return call.reference
     try:
         f = kernel.lower(call)
-    except Unsupported as error:
-        _check_required(call, error)
-        return call.reference
     except Exception as error:  # whatever LLVM says: XLA can do the same
-        return _without(call, f"native code cannot be compiled: {type(error).__name__}: {error}")
+        if call.required is not None:
+            raise call.required.error(kernels) from error
+        if not isinstance(error, Unsupported):
+            warn_once(_reason_of(error))
+        return call.reference
     return _of_each_device(call, f) if is_divided else f
+
+
+def _kernel_of(call: Call, kernels: Sequence[Kernel]) -> Kernel | None:
+    return next((kernel for kernel in kernels if kernel.match(call.parts[0])), None)
+
+
+def _reason_of(error: Exception) -> str:
+    if isinstance(error, Unsupported):
+        return str(error)
+    return f"native code cannot be compiled: {type(error).__name__}: {error}"
 
 
 def _of_each_device(call: Call, f: Callable[..., Any]) -> Callable[..., tuple[Array, ...]]:
@@ -100,20 +147,8 @@ def _of_each_device(call: Call, f: Callable[..., Any]) -> Callable[..., tuple[Ar
     return lambda *args: f(*(jnp.reshape(x, ()) for x in args[:ns]), *args[ns:])
 
 
-def _without(call: Call, reason: str) -> Callable[..., tuple[Array, ...]]:
-    """The operations themselves, if native code cannot run on this machine."""
-    _check_required(call, reason)
-    warn_once(reason)
-    return call.reference
-
-
-def _check_required(call: Call, reason: Any) -> None:
-    if call.required:
-        raise RuntimeError(f"native code is required: {reason}")
-
-
 def _check_plain(where: str, call: Call, **_: Any) -> None:
-    if call.required:
+    if call.required is not None:
         raise RuntimeError(
             f"native code is required, but XLA computes the update {where}: native code supports "
             "CPUs and TPUs, outside of vmap and derivatives"
@@ -121,8 +156,11 @@ def _check_plain(where: str, call: Call, **_: Any) -> None:
 
 
 def _on_cpu(ctx: Any, call: Call, **_: Any) -> Callable[..., tuple[Array, ...]]:
-    if reason := problem():
-        return _without(call, reason)
+    if reason := problem():  # on this machine
+        if call.required is not None:
+            raise RuntimeError(f"native code is required: {reason}")
+        warn_once(reason)
+        return call.reference
     from .cpu_kernels import KERNELS
 
     return lower(ctx, call, KERNELS)

@@ -32,7 +32,6 @@ class Division:
         kept: the results that replace arrays of the parameters and the state; None if their
             structure changes.
         in_place: the arrays among them that may be overwritten.
-        required: whether it is an error if XLA computes it.
         has_effects: whether the program has side effects.
 
     Attributes:
@@ -45,11 +44,9 @@ class Division:
         program: Graph,
         kept: Mapping[Value, Value] | None,
         in_place: Collection[Value],
-        required: bool = False,
         has_effects: bool = False,
     ):
         self._program, self._kept, self._in_place = program, kept or {}, in_place
-        self._required = required
         self.nodes: list[Any] = program.operations
         self.reasons: dict[Value, Unsupported] = {}
         reason = _refusal(program, kept, has_effects)
@@ -96,15 +93,14 @@ class Division:
     # The passes: each returns the nodes with more native calls, in order.
 
     def _with_branches(self, nodes: list[Any]) -> list[Any]:
-        of_branch = functools.partial(Division, required=self._required)
         states = self._states
         free = {*self._in_place, *(states.keys() - self._kept.keys())}
-        found = divide_branches(self._graph(nodes), states, free, of_branch, self._report)
+        found = divide_branches(self._graph(nodes), states, free, Division, self._report)
         return found.operations
 
     def _with_rows(self, nodes: list[Any]) -> list[Any]:
         rows = find_rows(self._graph(nodes), set(self._states), self._report)
-        return self._with(nodes, [Call([group], self._required) for group in rows])
+        return self._with(nodes, [Call([group]) for group in rows])
 
     def _with_grouped_leaves(self, nodes: list[Any]) -> list[Any]:
         places, in_place = self._places(nodes), set(self._in_place)
@@ -172,7 +168,7 @@ class Division:
             stage = leaf.stage if isinstance(leaf, SumGroup) else None
             alike.setdefault((leaf.signature(), stage, *leaf.scalars), []).append(leaf)
         return [
-            Call(parts[i : i + MOST_LEAVES], self._required)
+            Call(parts[i : i + MOST_LEAVES])
             for parts in alike.values()
             for i in range(0, len(parts), MOST_LEAVES)
         ]

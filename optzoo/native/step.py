@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -135,6 +135,7 @@ def natively(
         raise RuntimeError(f"native code is required: {reason}")
     if reason is not None:
         return f(params, state)
+    from .calls import require
     from .division import Division
     from .groups import read_program
 
@@ -151,9 +152,11 @@ def natively(
     kept = dict(zip(before, program.results, strict=False)) if is_same else None
     of_params = len(jax.tree.leaves(params)) if in_place == "slots" else 0
     has_effects = has_side_effects(closed.jaxpr)
-    division = Division(program, kept, before[of_params:], required, has_effects)
+    division = Division(program, kept, before[of_params:], has_effects)
     if required:
-        _check_all(division, program.results, shapes[0])
+        names = list(zip(program.results, _names(shapes[0]), strict=False))
+        _check_all(division, names, shapes[0])
+        require(division.calls, dict(names))
     if not division.calls:
         return f(params, state)
     known = dict(zip(program.inputs, [*closed.consts, *leaves], strict=True))
@@ -177,17 +180,24 @@ def _refusal(required: bool) -> str | None:
     return None
 
 
-def _check_all(division: Any, results: list[Any], shapes: tuple[Any, Any]) -> None:
-    """Raises an error unless native calls make all results that the update changes."""
+def _names(shapes: tuple[Any, Any]) -> list[str]:
+    """The names of the arrays of parameters and their state."""
+    paths = [path for path, _ in leaves_with_path(shapes)]
+    words = {0: "params", 1: "state"}
+    return [f"{words[path[0].idx]} {path_name(path[1:])}".strip() for path in paths]
+
+
+def _check_all(division: Any, names: Sequence[tuple[Any, str]], shapes: tuple[Any, Any]) -> None:
+    """Raises ``ValueError`` unless native calls make all results that the update changes."""
+    from .calls import listed
+
     is_any = lambda part: getattr(type(part), "left_to_xla", False)
     is_left = lambda part: jax.tree.map(lambda x: is_any(part) or 0 in x.shape, part)
     left = jax.tree.leaves(jax.tree.map(is_left, shapes, is_leaf=is_any))
-    words, found = {0: "params", 1: "state"}, {}
-    paths = [path for path, _ in leaves_with_path(shapes)]
-    for v, path, may_be in zip(results, paths, left, strict=False):
-        if v in division.reasons and v.shape and v.maker is not None and not may_be:
-            name = f"{words[path[0].idx]} {path_name(path[1:])}".strip()
-            found[name] = division.reasons[v]
+    found = {
+        name: division.reasons[v]
+        for (v, name), may_be in zip(names, left, strict=True)
+        if v in division.reasons and v.shape and v.maker is not None and not may_be
+    }
     if found:
-        few = "; ".join(f"'{name}': {why}" for name, why in list(found.items())[:5])
-        raise ValueError(f"native code is required, but XLA updates {len(found)} arrays: {few}")
+        raise ValueError(listed(found))

@@ -71,6 +71,14 @@ def test_the_record_has_no_other_cases():
     assert {*FACTS} - {"versions"} == {*PROGRAMS} <= {*cases.CASES}
 
 
+def test_cases_of_one_target_have_one_program():
+    """Otherwise some would be compiled each time, although they have not changed."""
+    found = dict[tuple[str, str], set[str]]()
+    for key, case in cases.CASES.items():
+        found.setdefault((case.name, case.target), set()).add(PROGRAMS[key])
+    assert not {name: programs for name, programs in found.items() if len(programs) > 1}
+
+
 def test_the_sample_has_each_optimizer_width_and_device():
     parts = {part for key in SAMPLE for part in key.split("/")}
     assert parts >= {*cases.OPTIMIZERS, *map(str, cases.WIDTHS), *cases.ONE, *cases.FOUR}

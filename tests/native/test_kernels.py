@@ -51,8 +51,40 @@ def test_the_first_that_matches_is_used(monkeypatch):
 def test_without_one_xla_computes_it_or_the_reason_is_raised(monkeypatch, platform, room):
     use(monkeypatch, room, Kernel(reason="this kernel has no time"))
     assert "custom_call" not in lowered(platform).as_text()
-    with pytest.raises(RuntimeError, match="native code is required: this kernel has no time"):
+    error = (
+        r"native code is required, but XLA updates 2 arrays: 'params': this kernel has no time; "
+        "'state 0/slots/momentum': this kernel has no time$"
+    )
+    with pytest.raises(RuntimeError, match=error):
         lowered(platform, required=True)
+
+
+class Float32Kernel(Kernel):
+    """A kernel that computes arrays of float32 alone."""
+
+    def lower(self, call):
+        if (dtype := call.outs[0].dtype) != "float32":
+            raise Unsupported(f"this kernel does not compute in {dtype}")
+        return super().lower(call)
+
+
+def test_the_error_has_all_calls_without_a_kernel(monkeypatch):
+    use(monkeypatch, tpu_kernels, Float32Kernel())
+
+    def lower(tx, params):
+        step = optzoo.native_step(tx, required=True)
+        traced = jax.jit(lambda params: step(params, tx.init(params), params)).trace(params)
+        return traced.lower(lowering_platforms=("tpu",))
+
+    tx, no = optzoo.gradient_descent(0.5), "': this kernel does not compute in "
+    params = {"a": X.astype("bfloat16"), "b": X, "c": X.astype("float16"), "d": GRADIENT}
+    error = f"XLA updates 2 arrays: 'params a{no}bfloat16; 'params c{no}float16$"
+    with pytest.raises(RuntimeError, match=error):
+        lower(tx, params)
+    # In a branch the arrays have other names.
+    with pytest.raises(RuntimeError, match=rf"XLA updates 2 arrays: 'bfloat16\[6\]{no}bfloat16; "):
+        lower(optzoo.accumulate(tx, 2), params)
+    lower(tx, {name: params[name] for name in "bd"})
 
 
 def test_arrays_that_no_kernel_matches_are_left_to_xla(monkeypatch):

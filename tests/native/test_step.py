@@ -957,7 +957,7 @@ def test_code_that_cannot_be_compiled(monkeypatch):
     with pytest.warns(RuntimeWarning, match="cannot be compiled: RuntimeError: LLVM IR parsing"):
         expected, got = both(optzoo.adam(0.1), arrays(9), arrays, steps=1, required=False)
     check_close(expected, got)
-    with pytest.raises(RuntimeError, match="native code is required: native code cannot be comp"):
+    with pytest.raises(RuntimeError, match=r"XLA updates .* native code cannot be compiled: Runt"):
         both(optzoo.adam(0.1), arrays(9), arrays, steps=1)
     engine.warn_once.cache_clear()
 

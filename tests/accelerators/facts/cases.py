@@ -48,8 +48,12 @@ class Case(NamedTuple):
 
     @property
     def target(self) -> str:
-        """What it is lowered for: without kernels the programs of all TPUs are the same."""
-        return self.device if "native" in self.name else self.platform
+        """What it is lowered for: without kernels the programs of all TPUs are the same.
+
+        Programs for several devices depend on their number.
+        """
+        number = len(optzoo.compiled.devices_of(self.device))
+        return self.device if "native" in self.name else f"{number} {self.platform}"
 
     def lowered(self) -> Any:
         """The program before it is compiled."""
