@@ -23,7 +23,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from .lines import Lines, is_lines, shape_of_lines
 from .optimizer import Optimizer, about_of
-from .rows import SparseRows, is_sparse_or_none
+from .rows import SparseRows, is_sparse_or_none, update_tree
 
 _VALUE = GetAttrKey("value")
 _NO_BOXES = (
@@ -181,9 +181,9 @@ def without_boxes(tx: optax.GradientTransformation) -> Optimizer:
     about, tx = about_of(tx), optax.with_extra_args_support(tx)
 
     def update(updates, state, params=None, **extra_args):
-        boxes = jax.tree.structure(updates, is_leaf=is_sparse_or_none)
+        boxes = update_tree.structure(updates)
         new, state = tx.update(unboxed(updates), state, unboxed(params), **extra_args)
-        return boxes.unflatten(jax.tree.leaves(new, is_leaf=is_sparse_or_none)), state
+        return boxes.unflatten(update_tree.leaves(new)), state
 
     return Optimizer(lambda params: tx.init(unboxed(params)), update, about)
 

@@ -12,7 +12,7 @@ from .meshes import spec_of
 from .numerics import dtype_of, has_keys
 from .paths import leaves_with_path, path_name
 from .row_ids import is_protected
-from .rows import fits, is_rows, is_sparse_or_none
+from .rows import fits, is_rows, is_sparse_or_none, update_tree
 
 _FREEZE = "freeze the parameter with a gradient of None or optax.masked"
 
@@ -44,7 +44,7 @@ def check_gradients(
             box.
     """
     params = params.fast if isinstance(params, optax.LookaheadParams) else params
-    gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
+    gs, treedef = update_tree.flatten(updates)
     try:
         xs = [None] * len(gs) if params is None else treedef.flatten_up_to(params)
     except ValueError as error:

@@ -18,6 +18,7 @@ from .checks import is_array
 from .merge import add, elect, segment_sum
 from .meshes import automatically, devices_along, like_first, mesh_of, spec_of
 from .numerics import has_keys
+from .trees import Trees
 
 _LANES = 128
 _WASTE = 1.15  # how much larger than its rows a line may be
@@ -82,9 +83,12 @@ def is_lines(x: object) -> bool:
     return isinstance(x, Lines)
 
 
+param_tree = Trees(is_lines)  # in which tables in lines are leaves
+
+
 def has_lines(tree: Any) -> bool:
     """Whether a table in a tree is in lines."""
-    return any(map(is_lines, jax.tree.leaves(tree, is_leaf=is_lines)))
+    return any(map(is_lines, param_tree.leaves(tree)))
 
 
 def rows_per_line(row_shape: Sequence[int]) -> int:
@@ -152,7 +156,7 @@ def to_lines(table: Any, like: Any = None) -> Any:
                 "an array"
             )
         return as_lines(jnp.asarray(table), jnp.shape(table))
-    return jax.tree.map(_like, like, table, is_leaf=is_lines)
+    return param_tree.map(_like, like, table)
 
 
 def from_lines(tree: Any) -> Any:
@@ -172,7 +176,7 @@ def from_lines(tree: Any) -> Any:
     """
     if not has_lines(tree):
         return tree
-    return jax.tree.map(lambda x: plain(x) if is_lines(x) else x, tree, is_leaf=is_lines)
+    return param_tree.map(lambda x: plain(x) if is_lines(x) else x, tree)
 
 
 def _like(old: Any, x: Any) -> Any:

@@ -6,13 +6,12 @@ Rows are not merged: merge rows with repeated indices first.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from .gradients import check_arrays
 from .numerics import sqrt, upcast, wide_dtype
-from .rows import SparseRows, is_rows, map_rows
+from .rows import SparseRows, is_rows, map_rows, rows_tree
 
 
 def norm(g: Any) -> Array:
@@ -41,9 +40,9 @@ def clipped_by_global_norm(updates: Any, max_norm: Any) -> Any:
     """A tree of gradients, in which rows are merged, whose global norm is at most ``max_norm``."""
     check_arrays(updates)
     updates = map_rows(SparseRows.coalesce, updates)
-    gradients = jax.tree.leaves(updates, is_leaf=is_rows)
+    gradients = rows_tree.leaves(updates)
     factor = clipping_factor(global_norm(gradients), max_norm)
-    return jax.tree.map(lambda g: times(factor, g), updates, is_leaf=is_rows)
+    return rows_tree.map(lambda g: times(factor, g), updates)
 
 
 def times(factor: Any, g: Any) -> Any:

@@ -13,7 +13,7 @@ from jax.tree_util import GetAttrKey
 from .boxes import BoxKey, is_box
 from .checks import check_params
 from .optimizer import Optimizer, about_of
-from .rows import is_sparse_or_none, map_rows
+from .rows import is_sparse_or_none, map_rows, update_tree
 
 _VALUE, _STACKED = GetAttrKey("value"), GetAttrKey("arrays")
 T = TypeVar("T")
@@ -280,7 +280,7 @@ def resolve_mask(mask: Any, tree: Any, argument: str = "mask") -> Any:
 def _fill(mark: Any, part: Any) -> Any:
     if mark is None and part is not None:  # a function maps a missing gradient to None
         raise TypeError("a mask must have True or False for each parameter, got None")
-    return jax.tree.map(lambda _: bool(mark), part, is_leaf=is_sparse_or_none)
+    return update_tree.map(lambda _: bool(mark), part)
 
 
 def _called(mask: Callable[[Any], Any], tree: Any) -> Any:

@@ -24,6 +24,7 @@ from .numerics import has_16_bits, promote_types, upcast
 from .optimizer import About, Optimizer, about_of, recorded
 from .row_ids import HINT, is_protected, plain, protect
 from .short import short
+from .trees import Trees
 
 
 class _HintInErrors(type):
@@ -399,15 +400,19 @@ def is_sparse_or_none(g: object) -> bool:
     return g is None or is_rows(g)
 
 
+rows_tree = Trees(is_rows)  # in which SparseRows are leaves
+update_tree = Trees(is_sparse_or_none)  # in which SparseRows and None are leaves
+
+
 def map_rows(f: Callable[[SparseRows], Any], updates: Any) -> Any:
     """Applies ``f`` to every SparseRows in a tree; arrays are unchanged."""
-    return jax.tree.map(lambda g: f(g) if is_rows(g) else g, updates, is_leaf=is_rows)
+    return rows_tree.map(lambda g: f(g) if is_rows(g) else g, updates)
 
 
 def map_not_none(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Applies ``f`` to leaves; None where the first tree has None."""
     apply = lambda x, *xs: None if x is None else f(x, *xs)
-    return jax.tree.map(apply, tree, *rest, is_leaf=is_sparse_or_none)
+    return update_tree.map(apply, tree, *rest)
 
 
 def apply_not_none(params: Any, updates: Any) -> Any:
@@ -436,7 +441,7 @@ def as_arrays(tree: Any) -> Any:
             return x
         return x._same(jnp.asarray(values)) if is_rows(x) else jnp.asarray(values)
 
-    return jax.tree.map(convert, tree, is_leaf=is_rows)
+    return rows_tree.map(convert, tree)
 
 
 def _is_foreign(x: Any) -> bool:
@@ -493,7 +498,7 @@ def densify() -> optax.GradientTransformation:
     def densified(updates, params):
         like = updates if params is None else params
         dense = lambda g, x: g.to_dense(x) if is_rows(g) else g
-        return jax.tree.map(dense, updates, like, is_leaf=is_sparse_or_none)
+        return update_tree.map(dense, updates, like)
 
     return optax.stateless(densified)
 
@@ -525,6 +530,6 @@ def on_values(inner: optax.GradientTransformation) -> optax.GradientTransformati
         values = map_rows(lambda g: g.values, updates)
         values, state = inner.update(values, state, None, **extra_args)
         rebuild = lambda g, v: g.with_values(v).drop_padding() if is_rows(g) else v
-        return jax.tree.map(rebuild, updates, values, is_leaf=is_rows), state
+        return rows_tree.map(rebuild, updates, values), state
 
     return Optimizer(inner.init, update, About(reads=reads))

@@ -12,7 +12,7 @@ from jax import Array
 from ..core.checks import check_size
 from ..core.meshes import placed_as
 from ..core.optimizer import recorded
-from ..core.rows import apply_not_none, is_sparse_or_none, map_not_none
+from ..core.rows import apply_not_none, map_not_none, update_tree
 from ..state.averages import wide_zeros_like
 from ..state.came import has_come, leave_out, none_came
 from ..state.inner import fitting, inner_transformation
@@ -114,7 +114,7 @@ def agn(
     def accumulate(updates, params, per_replica, **_):
         accumulated, since, came = per_replica.method
         add = lambda g, a: a if g is None else placed_as(a + g.astype(a.dtype), a)
-        accumulated = jax.tree.map(add, updates, accumulated, is_leaf=is_sparse_or_none)
+        accumulated = update_tree.map(add, updates, accumulated)
         method = AGNPerReplica(accumulated, since + 1, has_come(updates, came))
         return updates, per_replica._replace(method=method), None
 

@@ -13,7 +13,14 @@ from jax import Array, lax
 from ..core.checks import check, check_params
 from ..core.gradients import check_gradients
 from ..core.optimizer import About, Optimizer, recorded
-from ..core.rows import apply_not_none, is_rows, is_sparse_or_none, map_rows, zeros_like_update
+from ..core.rows import (
+    apply_not_none,
+    is_rows,
+    map_rows,
+    rows_tree,
+    update_tree,
+    zeros_like_update,
+)
 from ..state.inner import fitting, inner_transformation
 from ..state.types import SharedParamsState
 from .engine.collectives import BUCKET_BYTES, AxisName, Replicas
@@ -123,10 +130,10 @@ def drop_stale_gradient(
 
             def apply():
                 g = replicas.sum_where(replicas.index == rank, plain)
-                g = jax.tree.map(rows_like, updates, g, is_leaf=is_rows)
+                g = rows_tree.map(rows_like, updates, g)
                 us, new = inner.update(g, of_inner, x, **extra_args)
-                moves[:] = (u is not None for u in jax.tree.leaves(us, is_leaf=is_sparse_or_none))
-                rows = jax.tree.map(lambda u: u if is_rows(u) else None, us, is_leaf=is_rows)
+                moves[:] = (u is not None for u in update_tree.leaves(us))
+                rows = rows_tree.map(lambda u: u if is_rows(u) else None, us)
                 return apply_not_none(x, us), new, rows
 
             fits = step - read_at <= staleness
@@ -148,9 +155,9 @@ def drop_stale_gradient(
         first = params, of_inner, step, dropped
         of_ranks = replicas.ranks, *replicas.gather((active[None], read_at[None]))
         (x, of_inner, step, dropped), rows = lax.scan(turn, first, of_ranks)
-        treedef = jax.tree.structure(updates, is_leaf=is_sparse_or_none)
+        treedef = update_tree.structure(updates)
         of_each = treedef.unflatten(moves), x, params, rows
-        us = jax.tree.map(change, updates, *of_each, is_leaf=is_sparse_or_none)
+        us = update_tree.map(change, updates, *of_each)
         per_replica = DropStalePerReplica(jnp.where(active, step, last_read))
         return us, SharedParamsState(DropStaleReplicated(step, dropped, of_inner), per_replica)
 

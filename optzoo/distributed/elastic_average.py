@@ -11,7 +11,7 @@ import optax
 from ..core.checks import check, check_not_negative, check_size
 from ..core.numerics import upcast
 from ..core.optimizer import recorded
-from ..core.rows import is_sparse_or_none, map_not_none, replace_not_none
+from ..core.rows import map_not_none, replace_not_none, update_tree
 from ..state.averages import start_of_average
 from ..state.inner import fitting, inner_transformation
 from .engine.collectives import BUCKET_BYTES, AxisName, Replicas
@@ -119,7 +119,7 @@ def elastic_average(
             return pulled.astype(g.dtype)
 
         center = per_replica.method.local_center
-        pulled = jax.tree.map(towards_center, updates, params, center, is_leaf=is_sparse_or_none)
+        pulled = update_tree.map(towards_center, updates, params, center)
         return pulled, per_replica, None
 
     def exchange(participates, params, replicated, per_replica, **_):

@@ -14,7 +14,7 @@ from jax import Array, lax
 from ..core.checks import check_choice, check_size
 from ..core.gradients import check_gradients
 from ..core.optimizer import About, Optimizer, recorded
-from ..core.rows import is_sparse_or_none, zeros_like_update
+from ..core.rows import update_tree, zeros_like_update
 from ..state.came import late, leave_out
 from ..state.inner import fitting, inner_transformation
 from ..state.types import SharedParamsState
@@ -270,7 +270,7 @@ class _SyncReplicas:
             number += old.count
             # For a gradient of None there may be a sum of earlier gradients.
             like = lambda g, total: total if g is None else g
-            updates = jax.tree.map(like, updates, sums, is_leaf=is_sparse_or_none)
+            updates = update_tree.map(like, updates, sums)
         divide = divide_gradients
         if counts_rows:
             divide = functools.partial(divide_counted, by_row_counts=self.by_row_counts)

@@ -10,7 +10,7 @@ from jax.sharding import Sharding
 
 from ..core.checks import check_function, is_array
 from ..core.initial_values import InitialValueWarning
-from ..core.lines import from_lines, is_lines
+from ..core.lines import from_lines, is_lines, param_tree
 from ..core.numerics import is_real, promote_types, saturating_cast
 from ..core.paths import leaves_with_path, path_name, value_by_name
 from ..core.warn import warn
@@ -38,7 +38,7 @@ def placed(x: Any) -> Sharding | None:
 
 def check_tables(argument: str, params: Any, tables: Mapping[str, Any]) -> None:
     """Raises ``ValueError`` if a parameter in ``tables``, by its name, has no rows."""
-    leaves = jax.tree.leaves(params, is_leaf=is_lines)
+    leaves = param_tree.leaves(params)
     of_name = dict(zip(names_of(params), leaves, strict=True))
     for name in tables:
         if not getattr(x := of_name.get(name), "shape", ()):

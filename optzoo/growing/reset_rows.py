@@ -12,7 +12,7 @@ from jax import Array
 
 from ..core.boxes import Boxes
 from ..core.checks import check_transformation
-from ..core.lines import Lines, is_lines
+from ..core.lines import Lines, is_lines, param_tree
 from ..core.merge import in_range
 from ..core.paths import is_masked, value_by_name
 from ..core.row_ids import integer_ids
@@ -127,7 +127,7 @@ def _reset(
     sharding_of: Mapping[str, RowSharding],
 ) -> tuple[Any, Any]:
     """The parameters and the state with some rows of one table reset."""
-    xs, treedef = jax.tree.flatten(params, is_leaf=is_lines)
+    xs, treedef = param_tree.flatten(params)
     number = names_of(params).index(name)
     x, sharding = xs[number], sharding_of.get(name)
     if sharding is None:

@@ -12,7 +12,15 @@ import optax
 
 from ..core.boxes import with_sizes
 from ..core.checks import check_size, check_transformation
-from ..core.lines import Lines, from_lines, is_lines, rows_per_line, shape_of_lines, to_lines_of
+from ..core.lines import (
+    Lines,
+    from_lines,
+    is_lines,
+    param_tree,
+    rows_per_line,
+    shape_of_lines,
+    to_lines_of,
+)
 from ..core.meshes import EVERYWHERE, automatically
 from ..core.paths import value_by_name
 from ..deferred.catch_up import catch_up
@@ -114,7 +122,7 @@ def resize_table(
     old, new = ({name: pair[i] for name, pair in pairs.items()} for i in (0, 1))
     stored = {**size_of, **{name: s.stored_rows for name, s in new.items()}}
     row_axes(tx, params, state, stored)
-    leaves = zip(names_of(params), jax.tree.leaves(params, is_leaf=is_lines), strict=True)
+    leaves = zip(names_of(params), param_tree.leaves(params), strict=True)
     rows_before = {name: x.shape[0] for name, x in leaves if name in size_of}
     rows_before |= {name: sharding.num_rows for name, sharding in old.items()}
     warn_of_zeros(state, [name for name, n in size_of.items() if n > rows_before[name]], rows_of)
@@ -146,7 +154,7 @@ def _pairs_by_name(
                 f"each table, got {pair!r}"
             )
     pairs = value_by_name("shardings", shardings, params)
-    leaves = jax.tree.leaves(params, is_leaf=is_lines)
+    leaves = param_tree.leaves(params)
     for name, x in zip(names_of(params), leaves, strict=True):
         if name in pairs:
             _check_pair(name, x, pairs[name], size_of.get(name))
@@ -187,7 +195,7 @@ def _with_lines(params: Any, stored: Mapping[str, int]) -> Any:
         shape = stored.get(name, x.shape[0]), *x.shape[1:]
         return Lines(jax.ShapeDtypeStruct(shape_of_lines(shape), x.dtype), shape)
 
-    leaves, treedef = jax.tree.flatten(params, is_leaf=is_lines)
+    leaves, treedef = param_tree.flatten(params)
     return treedef.unflatten(map(new, names_of(params), leaves))
 
 

@@ -20,7 +20,7 @@ from ..core.gradients import check_gradients
 from ..core.meshes import where_it_was
 from ..core.numerics import upcast
 from ..core.paths import leaves_with_path, path_name
-from ..core.rows import SparseRows, is_sparse_or_none, map_rows
+from ..core.rows import SparseRows, is_sparse_or_none, map_rows, update_tree
 from ..core.schedules import at_step
 from ..first_order.momentum import scale_by_momentum
 from ..registry import add_module, add_name
@@ -105,7 +105,7 @@ def keras_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
     @jax.jit  # outside jit the optimizer would be rebuilt at each call
     def apply(updates, state, params, rate):
-        gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
+        gs, treedef = update_tree.flatten(updates)
         paths = leaves_with_path(updates, is_leaf=is_sparse_or_none)
         xs = treedef.flatten_up_to(params)
         built = _build(new(), [path_name(path) for path, _ in paths], xs)

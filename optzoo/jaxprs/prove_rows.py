@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.paths import flatten_with_path, path_name
-from ..core.rows import SparseRows, is_rows, is_sparse_or_none
+from ..core.rows import SparseRows, is_rows, is_sparse_or_none, rows_tree
 from .graph import Graph, Operation
 from .primitives import CALLS, Kind
 
@@ -115,7 +115,7 @@ def _resized(
             shape = (num_rows[i], *table[1:])
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    abstract_tree = lambda i, tree: jax.tree.map(lambda a: abstract(i, a), tree, is_leaf=is_rows)
+    abstract_tree = lambda i, tree: rows_tree.map(lambda a: abstract(i, a), tree)
     # Gradients stand in for parameters, a number for a missing gradient.
     instead = [0.0 if g is None else g for g in gs]
     xs = instead if params is None else treedef.flatten_up_to(params)

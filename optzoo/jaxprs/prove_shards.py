@@ -25,7 +25,7 @@ import jax
 import numpy as np
 import optax
 
-from ..core.lines import is_lines
+from ..core.lines import param_tree
 from ..core.marks import WRITES, marking
 from ..core.optimizer import about_of
 from ..core.rows import Shard, SparseRows, is_rows
@@ -184,7 +184,7 @@ def trace_update(
         listed: whether ids may repeat; each operation on rows is then one operation of the graph.
         more: how many numbers of rows to skip.
     """
-    leaves, treedef = jax.tree.leaves(params, is_leaf=is_lines), jax.tree.structure(params)
+    leaves, treedef = param_tree.leaves(params), jax.tree.structure(params)
     taken = {d for x in leaves for d in x.shape}
     # As many rows as there are: an optimizer may choose by size.
     start = max([11, *(leaves[i].shape[0] for i in tables)])

@@ -14,7 +14,7 @@ from jax import Array
 from ..core.checks import check_rate
 from ..core.numerics import cast, has_16_bits, saturating_cast, upcast, upcast_dtype
 from ..core.optimizer import About, Optimizer, about_of, known, reads_of, recorded
-from ..core.rows import is_rows, is_sparse_or_none
+from ..core.rows import is_rows, update_tree
 from ..core.schedules import at_step
 from ..state.inner import fitting
 from ..state.types import NoSlots, count_of
@@ -89,7 +89,7 @@ def rounded_once(update: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(update)
     def in_32_bits(updates, state, params=None, **extra_args):
-        gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
+        gs, treedef = update_tree.flatten(updates)
         if not any(map(_is_narrow, gs)):
             return update(updates, state, params, **extra_args)
         wide = treedef.unflatten([upcast(g) if _is_narrow(g) else g for g in gs])
@@ -150,7 +150,7 @@ def descend(
         step = count_of(state[0]) if step is None else step
         updates, new = direction.update(updates, state[:-1], params, **extra_args)
         rate = at_step("learning_rate", step, learning_rate, extra_args.get("learning_rate"))
-        us, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
+        us, treedef = update_tree.flatten(updates)
         states: Any = new
         return treedef.unflatten(_steps(us, rate)), (*states, optax.EmptyState())
 

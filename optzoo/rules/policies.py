@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..core.lines import is_lines, on_plain
+from ..core.lines import on_plain, param_tree
 from ..core.numerics import has_16_bits
 from ..core.rows import SparseRows
 
@@ -91,9 +91,9 @@ def lazy(rule: Rule) -> RowsRule:
 
     def on_rows(g, x, s, t, **scheduled):
         g = g.coalesce()
-        x, few = jax.tree.map(g.gather, (x, s), is_leaf=is_lines)
+        x, few = param_tree.map(g.gather, (x, s))
         u, new = rule(g.values, x, few, t, **scheduled)
-        return g.with_values(u).drop_padding(), jax.tree.map(g.scatter, s, new, is_leaf=is_lines)
+        return g.with_values(u).drop_padding(), param_tree.map(g.scatter, s, new)
 
     return on_rows
 

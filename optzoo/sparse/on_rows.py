@@ -10,7 +10,7 @@ import optax
 
 from ..core.gradients import check_gradients
 from ..core.optimizer import About, Optimizer, recorded
-from ..core.rows import is_rows, is_sparse_or_none
+from ..core.rows import is_rows, update_tree
 from ..jaxprs.prove_rows import RowsOfState, rows_of_state
 from ..rules.policies import lazy
 from ..state.inner import fitting, inner_transformation
@@ -69,7 +69,7 @@ def on_rows(
 
     def update(updates, state, params=None, **extra_args):
         check_gradients(updates, params, allow_complex=True)
-        gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
+        gs, treedef = update_tree.flatten(updates)
         # A table without rows has none to gather, not even for padding.
         gs = [g.to_dense() if is_rows(g) and g.num_rows == 0 else g for g in gs]
         updates = treedef.unflatten(gs)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from ..core.checks import check_choice, check_size
-from ..core.lines import is_lines
+from ..core.lines import is_lines, param_tree
 from ..core.paths import check_pattern, leaves_with_path, path_name, value_by_name
 from ..core.warn import warn
 from ..jaxprs.loss import Loss, TracedLoss
@@ -66,7 +65,7 @@ class RowsSetting(NamedTuple):
             by_path = value_by_name("sparse", self.sparse, tree)
             levels = [by_path.get(path, "warn") for path in paths]
             required = {i for i, level in enumerate(levels) if level == "require"}
-        leaves = enumerate(jax.tree.leaves(tree, is_leaf=is_lines))
+        leaves = enumerate(param_tree.leaves(tree))
         sizes = {i: len(x) for i, x in leaves if not is_lines(x) and jnp.ndim(x)}
         large = {i for i, size in sizes.items() if size >= self.min_rows}
         return WantedRows(names, levels, required, large | (required & sizes.keys()), set(sizes))

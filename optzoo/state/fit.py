@@ -17,7 +17,7 @@ from ..core.boxes import Boxes, unboxed
 from ..core.gradients import check_gradients
 from ..core.lines import are_lines, doubled, is_lines, shape_of_lines
 from ..core.paths import leaves_with_path, path_name
-from ..core.rows import is_rows, is_sparse_or_none
+from ..core.rows import is_rows, is_sparse_or_none, update_tree
 from .slots import has_states
 from .storage.codes import is_coded, shape_of
 from .storage.packing import is_packed
@@ -211,7 +211,7 @@ class KnownStates:
 
 
 def _key(params: Any) -> Any:
-    leaves, structure = jax.tree.flatten(unboxed(params), is_leaf=is_sparse_or_none)
+    leaves, structure = update_tree.flatten(unboxed(params))
     return structure, *map(kind_of, leaves)
 
 

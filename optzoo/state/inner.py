@@ -17,7 +17,7 @@ from ..core.gradients import (
 from ..core.meshes import beside
 from ..core.optimizer import Optimizer, about_of
 from ..core.paths import leaves_with_path, path_name
-from ..core.rows import as_arrays, fits, is_sparse_or_none
+from ..core.rows import as_arrays, fits, is_sparse_or_none, update_tree
 from ..jaxprs.equations import used_inputs
 from ..jaxprs.reads import UnusedKeyword, note_reads, unread
 from .fit import SWAPPED, KnownStates, StateError, change
@@ -122,7 +122,7 @@ def check_not_around_replicas(wrapper: str, why: str, state: Any) -> None:
 
 def _check_shapes(updates: Any, new: Any) -> None:
     """Raises ``ValueError`` if an update was broadcast to another shape than its gradient."""
-    gs, us = (jax.tree.leaves(tree, is_leaf=is_sparse_or_none) for tree in (updates, new))
+    gs, us = (update_tree.leaves(tree) for tree in (updates, new))
     if len(gs) != len(us):
         return
     for i, (g, u) in enumerate(zip(gs, us, strict=True)):

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from ..core.boxes import axes_of, lengthened, taken, with_sizes
-from ..core.lines import doubled, is_lines, rows_per_line, shape_of_lines
+from ..core.lines import doubled, is_lines, param_tree, rows_per_line, shape_of_lines
 from ..core.meshes import NO_MESH, as_typed
 from ..core.optimizer import about_of
 from ..core.paths import leaves_with_path, map_with_path, out_of_box, path_name
@@ -164,7 +164,7 @@ class _Axes:
         """The shapes of all slots, for parameters that are longer along this axis."""
         if axis not in self._shapes:
             longer = lambda x: lengthened(x, axis if axis in range(len(x.shape)) else None)
-            params = with_sizes(jax.tree.map(longer, self._params, is_leaf=is_lines))
+            params = with_sizes(param_tree.map(longer, self._params))
             shapes = self._shapes[axis] = list[tuple[int, ...]]()
             note = lambda _, slot: shapes.append(shape_of(slot) if is_coded(slot) else slot.shape)
             of_slots = lambda slots: map_with_path(note, slots, is_leaf=is_coded)

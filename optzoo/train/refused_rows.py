@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core.lines import is_lines
+from ..core.lines import param_tree
 from ..core.paths import leaves_with_path, path_name
 from ..core.rows import SparseRows, is_rows
 
@@ -33,7 +33,7 @@ def refused_rows(
         asked: the indices of the parameters to test.
     """
     treedef = jax.tree.structure(params)
-    tables = jax.tree.leaves(params, is_leaf=is_lines)
+    tables = param_tree.leaves(params)
 
     def error_of(rows):
         def gradient(i, x):

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ..core.compat import gather_invarying, vary, varying
-from ..core.lines import Lines, is_lines
+from ..core.lines import Lines, is_lines, param_tree
 from ..core.norms import clipped_by_global_norm, squares_of_device
 from ..core.numerics import upcast
 from ..core.rows import is_rows
@@ -79,7 +79,7 @@ class ShardedTables(DeferredTables):
         self.sharded = frozenset(mapped.tables)
         self.read_first |= self.sharded
         # In the loss a table has the shape of all its rows, also if its shards are in lines.
-        tables, treedef = jax.tree.flatten(params, is_leaf=is_lines)
+        tables, treedef = param_tree.flatten(params)
         pairs = zip(tables, mapped.shardings, strict=True)
         self.seen = jax.tree.structure(treedef.unflatten([x if s is None else 0 for x, s in pairs]))
         self.asked: list[Asked] = []  # for each part of the batch
@@ -95,7 +95,7 @@ class ShardedTables(DeferredTables):
 
     def leaves(self) -> list[Array]:
         """The parameters that the loss of this device gets."""
-        tables = jax.tree.leaves(self.params, is_leaf=is_lines)
+        tables = param_tree.leaves(self.params)
         leaves = Replicas(self.mapped.axes).vary(jax.tree.leaves(self.params))
         # This array is never made.
         stand_in = lambda x, s, of: jnp.zeros_like(x, shape=(s.num_rows, *of.shape[1:]))
@@ -176,7 +176,7 @@ class ShardedTables(DeferredTables):
 
     def _shards(self) -> dict[int, Any]:
         """The shard of each sharded table on this device: an array, or packed lines."""
-        leaves = jax.tree.leaves(self.params, is_leaf=is_lines)
+        leaves = param_tree.leaves(self.params)
         local = lambda x, s: Lines(x.value, (s.rows_per_shard, *x.shape[1:])) if is_lines(x) else x
         return {i: local(leaves[i], s) for i, s in self.mapped.tables.items()}
 

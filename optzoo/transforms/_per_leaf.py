@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
 from ..core.gradients import check_arrays
 from ..core.numerics import upcast
-from ..core.rows import SparseRows, is_rows, map_rows
+from ..core.rows import SparseRows, is_rows, map_rows, rows_tree
 
 
 def on_listed(f: Callable[[Array], Array], g: Any) -> Any:
@@ -29,6 +28,6 @@ def on_each(f: Callable[[Any], Any]) -> optax.GradientTransformation:
 
     def update(updates, _):
         check_arrays(updates)
-        return jax.tree.map(f, map_rows(SparseRows.coalesce, updates), is_leaf=is_rows)
+        return rows_tree.map(f, map_rows(SparseRows.coalesce, updates))
 
     return optax.stateless(update)

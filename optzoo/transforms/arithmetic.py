@@ -12,7 +12,7 @@ from jax import Array
 from ..core.gradients import check_arrays
 from ..core.norms import global_norm as norm_of_merged
 from ..core.numerics import has_derivative, upcast
-from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
+from ..core.rows import SparseRows, is_rows, map_rows, rows_tree, update_tree
 from ..distributed.engine.collectives import AxisName, Replicas
 
 
@@ -38,8 +38,8 @@ def add(tree: Any, other: Any) -> Any:
         ValueError: if the structures of the trees or the shapes of the leaves differ.
     """
     check_arrays((tree, other), abstract=False)
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_rows)
-    others, structure = jax.tree.flatten(other, is_leaf=is_rows)
+    leaves, treedef = rows_tree.flatten(tree)
+    others, structure = rows_tree.flatten(other)
     if structure != treedef:
         raise ValueError(f"other must have the structure of tree, {treedef}, got {structure}")
     for a, b in zip(leaves, others, strict=True):
@@ -71,7 +71,7 @@ def global_norm(updates: Any) -> Array:
     """
     check_arrays(updates, abstract=False)
     merged = map_rows(SparseRows.coalesce, updates)
-    return norm_of_merged(jax.tree.leaves(merged, is_leaf=is_rows))
+    return norm_of_merged(rows_tree.leaves(merged))
 
 
 def psum(tree: Any, axis_name: AxisName = "replica") -> Any:
@@ -104,4 +104,4 @@ def psum(tree: Any, axis_name: AxisName = "replica") -> Any:
             return replicas.gather_rows(g, True).astype(g.dtype)
         return g if g is None else of_arrays.astype(jnp.result_type(g))
 
-    return jax.tree.map(total, tree, sums, is_leaf=is_sparse_or_none)
+    return update_tree.map(total, tree, sums)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
 from ..core.gradients import check_arrays
 from ..core.optimizer import recorded
-from ..core.rows import is_rows
+from ..core.rows import rows_tree
 from ._per_leaf import on_listed
 
 
@@ -48,6 +47,6 @@ def gradient_nan_inf_filter() -> optax.GradientTransformation:
     def update(updates, params):
         del params
         check_arrays(updates)
-        return jax.tree.map(filtered, updates, is_leaf=is_rows)
+        return rows_tree.map(filtered, updates)
 
     return optax.stateless(update)

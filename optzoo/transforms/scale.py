@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -14,7 +13,7 @@ from ..core.gradients import check_arrays
 from ..core.norms import times
 from ..core.numerics import next_count
 from ..core.optimizer import recorded
-from ..core.rows import is_rows
+from ..core.rows import rows_tree
 from ..core.schedules import at_step
 
 
@@ -85,4 +84,4 @@ def scale_by_schedule(step_size_fn: optax.Schedule) -> optax.GradientTransformat
 
 def _scaled(factor: Any, updates: Any) -> Any:
     check_arrays(updates)
-    return jax.tree.map(lambda g: times(factor, g), updates, is_leaf=is_rows)
+    return rows_tree.map(lambda g: times(factor, g), updates)

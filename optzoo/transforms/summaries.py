@@ -14,7 +14,7 @@ from ..core.norms import norm, over_shards
 from ..core.numerics import upcast
 from ..core.optimizer import recorded
 from ..core.paths import leaves_with_path, path_name
-from ..core.rows import is_rows, is_sparse_or_none
+from ..core.rows import is_rows, update_tree
 from ..core.short import short_repr
 
 
@@ -71,7 +71,7 @@ def gradient_summaries() -> optax.GradientTransformation:
     def update(updates, state, params=None):
         del params
         check_arrays(updates)
-        gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
+        gs, treedef = update_tree.flatten(updates)
         done = [_summary(g) for g in gs]
         columns = [[getattr(d, name) for d in done] for name in Summary._fields]
         return updates, GradientSummariesState(Summary(*map(treedef.unflatten, columns)))

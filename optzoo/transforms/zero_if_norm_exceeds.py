@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
@@ -13,7 +12,7 @@ from ..core.checks import check_positive
 from ..core.gradients import check_arrays
 from ..core.norms import global_norm
 from ..core.optimizer import recorded
-from ..core.rows import SparseRows, is_rows, map_rows
+from ..core.rows import SparseRows, map_rows, rows_tree
 from ._per_leaf import on_listed
 
 
@@ -67,7 +66,7 @@ def zero_if_norm_exceeds(max_norm: float) -> optax.GradientTransformation:
     def update(updates, _):
         check_arrays(updates)
         updates = map_rows(SparseRows.coalesce, updates)
-        keep = is_within(global_norm(jax.tree.leaves(updates, is_leaf=is_rows)), max_norm)
-        return jax.tree.map(lambda g: zero_unless(keep, g), updates, is_leaf=is_rows)
+        keep = is_within(global_norm(rows_tree.leaves(updates)), max_norm)
+        return rows_tree.map(lambda g: zero_unless(keep, g), updates)
 
     return optax.stateless(update)

@@ -6,14 +6,13 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from ..core.norms import over_shards
 from ..core.numerics import sqrt, upcast
 from ..core.paths import is_masked, map_with_path, path_name, patterns_by_name, stacks_of
-from ..core.rows import is_rows, is_sparse_or_none
+from ..core.rows import is_rows, update_tree
 
 
 def check_dims(dims: Any) -> None:
@@ -72,7 +71,7 @@ def with_axes(
         updates: the updates of the inner optimizer, returned for all other parameters.
         params: the parameters.
     """
-    gs, treedef = jax.tree.flatten(gradients, is_leaf=is_sparse_or_none)
+    gs, treedef = update_tree.flatten(gradients)
     columns = [treedef.flatten_up_to(tree) for tree in (updates, params, axes_of(dims, params))]
     return treedef.unflatten(
         [

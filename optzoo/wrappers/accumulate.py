@@ -20,7 +20,7 @@ from ..core.meshes import mesh_of, placed, placed_as, spec_of
 from ..core.numerics import is_trainable, next_count, saturating_cast, wide_dtype
 from ..core.optimizer import About, Optimizer, recorded
 from ..core.paths import map_with_path, path_name, value_by_name
-from ..core.rows import SparseRows, is_rows, is_sparse_or_none, zeros_like_update
+from ..core.rows import SparseRows, is_rows, is_sparse_or_none, update_tree, zeros_like_update
 from ..core.schedules import at_step
 from ..state.averages import wide_zeros_like
 from ..state.came import has_come, late, leave_out, none_came
@@ -159,7 +159,7 @@ def accumulate(
             position, is_last, count = _counted(state.count, every, global_step, end_cycle)
             cycle = ()
         plus = lambda g, a: _plus(g, a, position, every)
-        sums = jax.tree.map(plus, updates, state.sums, is_leaf=is_sparse_or_none)
+        sums = update_tree.map(plus, updates, state.sums)
         came = has_come(
             updates, jax.tree.map(lambda c: jnp.where(position == 0, False, c), state.came)
         )

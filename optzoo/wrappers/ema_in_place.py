@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
@@ -15,7 +14,7 @@ from ..core.meshes import like_first
 from ..core.numerics import next_count, upcast
 from ..core.optimizer import About, Optimizer, recorded
 from ..core.paths import leaves_with_path, path_name
-from ..core.rows import is_sparse_or_none
+from ..core.rows import is_sparse_or_none, update_tree
 from ..core.short import short_repr
 from ..state.inner import fitting, inner_transformation
 from ._moved import moved_update
@@ -104,7 +103,7 @@ def ema_in_place(
         check_params(params)
         check_gradients(updates, params)
         t = next_count(state.count, every)
-        gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
+        gs, treedef = update_tree.flatten(updates)
         paths = [path for path, _ in _paths(updates)]
         xs = treedef.flatten_up_to(params)
         is_due = (t % every == 0) & (t >= start_step)

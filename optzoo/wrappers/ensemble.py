@@ -13,7 +13,7 @@ from ..core.checks import check_flags, check_fraction, check_params, check_size
 from ..core.gradients import check_gradients
 from ..core.numerics import common_cycle, next_count, upcast, wide_dtype
 from ..core.optimizer import About, Optimizer, recorded
-from ..core.rows import is_sparse_or_none
+from ..core.rows import update_tree
 from ..core.short import short_repr
 from ..state.inner import fitting, inner_transformation
 from ._moved import moved_update
@@ -106,7 +106,7 @@ def ensemble(
         check_params(params)
         check_gradients(updates, params)
         t = next_count(state.count, common_cycle(every, swap_every))
-        gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
+        gs, treedef = update_tree.flatten(updates)
         xs, es = treedef.flatten_up_to(params), treedef.flatten_up_to(state.average)
         pairs = [of_leaf(*leaf, t) for leaf in zip(gs, xs, es, strict=True)]
         moved = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,7 +9,7 @@ import optax
 from ..core.gradients import check_gradients
 from ..core.optimizer import Optimizer, recorded
 from ..core.paths import leaves_with_path, map_with_path, out_of_box, owner_of
-from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
+from ..core.rows import SparseRows, is_rows, map_rows, update_tree
 from ..rules.policies import lazy, linear
 from ..state.inner import check_not_around_replicas, fitting, inner_transformation
 from ..state.slots import map_slot_trees
@@ -73,9 +71,9 @@ def multitask(
     def update(updates, state, params=None, **extra_args):
         check_gradients(updates, params, allow_complex=True)
         updates = map_rows(SparseRows.coalesce, updates)
-        live = jax.tree.map(is_live, updates, is_leaf=is_sparse_or_none)
+        live = update_tree.map(is_live, updates)
         if inner.about.rows in (lazy, linear):  # without rows it leaves the table as it is
-            everywhere = functools.partial(jax.tree.map, is_leaf=is_sparse_or_none)
+            everywhere = update_tree.map
             updates = everywhere(lambda g, m: g.rows_if(m) if is_rows(g) else g, updates, live)
             live = everywhere(lambda g, m: is_rows(g) or m, updates, live)
         updates, new_state = inner.update(updates, state, params, **extra_args)

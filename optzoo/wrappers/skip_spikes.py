@@ -16,7 +16,7 @@ from ..core.gradients import check_gradients
 from ..core.norms import global_norm
 from ..core.numerics import next_count
 from ..core.optimizer import Optimizer, recorded
-from ..core.rows import SparseRows, is_rows, map_rows, zeros_like_update
+from ..core.rows import SparseRows, map_rows, rows_tree, zeros_like_update
 from ..distributed.engine.collectives import AxisName, Replicas
 from ..state.inner import check_not_around_replicas, fitting, inner_transformation
 from ..state.types import AccumulateState, SkipSpikesState, nodes_of
@@ -163,7 +163,7 @@ def skip_spikes(
         if "loss" in watched:
             now["loss"] = _loss(value)
         if "norm" in watched:
-            norm = global_norm(jax.tree.leaves(updates, is_leaf=is_rows))
+            norm = global_norm(rows_tree.leaves(updates))
             now["norm"] = norm.astype(jnp.float32)
         now = {name: x / replicas.size for name, x in replicas.sum(now).items()}
 

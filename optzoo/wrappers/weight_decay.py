@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
 import optax
 
 from ..core.checks import check_not_negative, check_params, with_decay_per_step
@@ -13,7 +11,7 @@ from ..core.gradients import check_gradients
 from ..core.numerics import upcast
 from ..core.optimizer import Optimizer, recorded
 from ..core.paths import check_mask, resolve_mask
-from ..core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
+from ..core.rows import SparseRows, is_rows, map_rows, update_tree
 from ..state.inner import fitting, inner_transformation
 
 
@@ -86,7 +84,7 @@ def decoupled_weight_decay(
         check_params(params)
         check_gradients(updates, params)
         updates = map_rows(SparseRows.coalesce, updates)
-        everywhere = functools.partial(jax.tree.map, is_leaf=is_sparse_or_none)
+        everywhere = update_tree.map
         decays = everywhere(
             decay, updates, params, resolve_mask(True if mask is None else mask, updates)
         )

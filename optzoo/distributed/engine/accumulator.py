@@ -15,7 +15,7 @@ from jax import Array
 from ...core.boxes import Boxes, map_parameters
 from ...core.meshes import EVERYWHERE, mesh_of, placed, zeros_of_rows
 from ...core.numerics import is_trainable, upcast
-from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
+from ...core.rows import SparseRows, is_rows, map_rows, update_tree
 from ...state.averages import wide_zeros_like
 from .collectives import divide_gradients
 
@@ -72,7 +72,7 @@ def divide_counted(sums: Any, number: Array, like: Any, by_row_counts: bool) -> 
             values *= _per_row(number / jnp.maximum(counts, 1), values)
         return total.with_values(values)
 
-    plain_sums = jax.tree.map(plain, sums, like, is_leaf=is_sparse_or_none)
+    plain_sums = update_tree.map(plain, sums, like)
     return divide_gradients(plain_sums, number, like)
 
 

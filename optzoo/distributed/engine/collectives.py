@@ -16,7 +16,7 @@ from ...core.compat import cast_varying, gather_invarying, varying
 from ...core.meshes import axis_size
 from ...core.numerics import upcast
 from ...core.paths import leaves_with_path, path_name
-from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
+from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows, update_tree
 
 AxisName = str | tuple[str, ...] | None
 
@@ -129,7 +129,7 @@ class Replicas:
         Rows are gathered as rows, in the order of the replicas; arrays are summed in at least
         float32.
         """
-        gs, treedef = jax.tree.flatten(updates, is_leaf=is_sparse_or_none)
+        gs, treedef = update_tree.flatten(updates)
         dense = {i: upcast(jnp.asarray(g)) for i, g in enumerate(gs) if not is_sparse_or_none(g)}
         dense, more = self.sum((zero_unless(mask, dense), more))
         gs = [self.gather_rows(g, mask) if is_rows(g) else g for g in gs]
@@ -243,7 +243,7 @@ def divide_gradients(sums: Any, number: Any, like: Any) -> Any:
             return total.with_values(safe_divide(total.values, g.values))
         return (total / number.astype(total.dtype)).astype(jnp.result_type(g))
 
-    return jax.tree.map(safe_divide, sums, like, is_leaf=is_sparse_or_none)
+    return update_tree.map(safe_divide, sums, like)
 
 
 def zero_unless(condition: Any, tree: Any) -> Any:

@@ -14,7 +14,7 @@ from ...core.checks import check_choice, check_params
 from ...core.gradients import check_gradients
 from ...core.numerics import is_trainable, next_count, upcast
 from ...core.optimizer import About, Optimizer, about_of
-from ...core.rows import is_rows, is_sparse_or_none, map_not_none
+from ...core.rows import is_rows, map_not_none, update_tree
 from ...state.averages import start_of_average
 from ...state.deferred import refuse_deferred
 from ...state.slots import are_slots
@@ -179,7 +179,7 @@ class _Driver:
         if self.method.weighted:
             extra_args = {**extra_args, "weight": weight}
         # An exchange moves all rows, and parameters that have no gradient in this step alone.
-        moving = jax.tree.map(_of_all_rows, updates, params, is_leaf=is_sparse_or_none)
+        moving = update_tree.map(_of_all_rows, updates, params)
         carry = moving, replicated, after
         mask = arrived if self.method.lockstep else True if active is None else active
         if is_sound is not None and active is not None:

@@ -16,7 +16,7 @@ import optax
 from ...core.checks import check_flags, check_not_negative, check_positive, check_rate
 from ...core.numerics import wide_dtype
 from ...core.optimizer import recorded
-from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
+from ...core.rows import SparseRows, is_rows, map_rows, rows_tree, update_tree
 from ...core.warn import warn
 from ...first_order.adagrad_eps import adagrad_eps
 from ...first_order.counter_row_wise_adagrad import counter_row_wise_adagrad
@@ -444,7 +444,7 @@ def _of_tables(tx: Transformation, bound: Any, rounds_once: bool) -> Transformat
 
     def update(updates, state, params=None, **extra_args):
         if bound is not None:
-            updates = jax.tree.map(clip, updates, is_leaf=is_rows)
+            updates = rows_tree.map(clip, updates)
         if not rounds_once:  # each row is rounded once for all of its gradients
             updates = _merged(updates, params)
         updates, state = tx.update(updates, state, params, **extra_args)
@@ -466,7 +466,7 @@ def _merged(updates: Any, params: Any) -> Any:
 def _on_16_bits(f: Callable[[SparseRows, Any], SparseRows], updates: Any, params: Any) -> Any:
     """``f`` applied to the rows of each 16-bit table and the table."""
     of_each = lambda u, x: f(u, x) if is_rows(u) and wide_dtype(x) != x.dtype else u
-    return jax.tree.map(of_each, updates, params, is_leaf=is_sparse_or_none)
+    return update_tree.map(of_each, updates, params)
 
 
 for _known in (*_KINDS, *_REFUSED):

@@ -14,7 +14,7 @@ from jax import Array
 from ...core.norms import clipping_factor
 from ...core.numerics import upcast
 from ...core.paths import map_with_path, path_name
-from ...core.rows import SparseRows, is_sparse_or_none, map_rows
+from ...core.rows import SparseRows, is_sparse_or_none, map_rows, update_tree
 from ...transforms._per_leaf import on_listed
 from ...transforms.clip_by_average_norm import clipped_by_average_norm
 from ...transforms.clip_by_norm import clipped_by_norm
@@ -115,7 +115,7 @@ def with_decay(
             decays = map_named(options, lambda name, o, g, x: decay(x, o), updates, params)
             decayed = jax.tree.map(plus, params, decays)
             updates, state = inner.update(updates, state, decayed, **extra_args)
-        return jax.tree.map(plus, updates, decays, is_leaf=is_sparse_or_none), state
+        return update_tree.map(plus, updates, decays), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 

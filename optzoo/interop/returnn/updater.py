@@ -15,7 +15,7 @@ from ...core.gradients import check_gradients
 from ...core.norms import global_norm
 from ...core.numerics import common_cycle, next_count, safe_divide, upcast
 from ...core.paths import check_mask, hides_leaves, leaves_with_path, map_with_path, path_name
-from ...core.rows import coalesce, is_rows, is_sparse_or_none
+from ...core.rows import coalesce, is_rows, is_sparse_or_none, rows_tree
 from ...core.short import short_repr
 from ...distributed.engine.collectives import AxisName, Replicas, divide_gradients
 from ...transforms.check_numerics import raise_if_bad
@@ -286,7 +286,7 @@ class _Updater:
                 "maximize_grad_norm needs the gradient as a function: pass update(..., grad_fn=f), "
                 "where f(params) is the gradient of the loss"
             )
-        if any(map(is_rows, jax.tree.leaves(raw, is_leaf=is_rows))):
+        if any(map(is_rows, rows_tree.leaves(raw))):
             raise TypeError(
                 "maximize_grad_norm does not support row-sparse gradients: all gradients must be "
                 "dense"

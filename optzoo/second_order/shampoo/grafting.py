@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
@@ -13,7 +12,7 @@ from ...core.checks import check_transformation
 from ...core.gradients import check_gradients
 from ...core.numerics import norm, one_minus_power, safe_divide, saturating_cast, sqrt, upcast
 from ...core.optimizer import About, Optimizer, reads_of, recorded
-from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows
+from ...core.rows import SparseRows, is_rows, map_rows, update_tree
 from ...core.short import short_repr
 from ...state.inner import fitting, inner_transformation
 from .options import StepValues, UpdateOptions
@@ -82,7 +81,7 @@ def graft(
         updates = map_rows(SparseRows.coalesce, updates)
         d, of_direction = direction.update(updates, state.direction, params, **extra_args)
         step, of_length = length.update(updates, state.length, params, **extra_args)
-        grafted = jax.tree.map(_grafted, d, step, is_leaf=is_sparse_or_none)
+        grafted = update_tree.map(_grafted, d, step)
         return grafted, GraftState(of_direction, of_length)
 
     about = About(reads=reads_of(direction, length))
