@@ -165,6 +165,16 @@ def inline_constant(a: Any) -> Array:
     return _constant_p.bind(data=a.tobytes(), dtype=a.dtype, shape=a.shape)[0]
 
 
+# JAX before 0.12 has one kind of inlining, which is this one.
+_INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+
+
+def traced_once(f: Callable[..., Any]) -> Callable[..., Any]:
+    """``f``, whose operations are traced once for each type of its arguments, and then copied."""
+    once = jax.jit(f, inline=_INLINE)
+    return functools.wraps(f)(lambda *args: once(*args) if is_tracing() else f(*args))
+
+
 class custom_jvp:
     """``jax.custom_jvp`` whose rule applies in derivatives of any order and in any context.
 

@@ -11,6 +11,7 @@ import optax
 from jax import Array, lax
 
 from ..core.checks import check, check_params
+from ..core.compat import traced_once
 from ..core.gradients import check_gradients
 from ..core.optimizer import About, Optimizer, recorded
 from ..core.rows import (
@@ -128,6 +129,7 @@ def drop_stale_gradient(
             x, of_inner, step, dropped = carry
             rank, active, read_at = of_rank
 
+            @traced_once
             def apply():
                 g = replicas.sum_where(replicas.index == rank, plain)
                 g = rows_tree.map(rows_like, updates, g)

@@ -12,6 +12,7 @@ import optax
 from jax import Array, lax
 
 from ..core.checks import check_choice, check_size
+from ..core.compat import traced_once
 from ..core.gradients import check_gradients
 from ..core.optimizer import About, Optimizer, recorded
 from ..core.rows import update_tree, zeros_like_update
@@ -203,6 +204,7 @@ class _SyncReplicas:
             updates, arrived, accepted, old, aggregate if accumulates else 0
         )
 
+        @traced_once
         def apply():
             done = self.inner.update(mean, old.inner, params, **extra_args)
             if not accumulates or not isinstance(accumulator, GradientAccumulator):

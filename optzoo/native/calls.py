@@ -65,10 +65,8 @@ class Required(NamedTuple):
                     kernel.lower(call)
             except Exception as error:
                 reasons.update(dict.fromkeys(call.outs, _reason_of(error)))
-        names = {
-            **self.names,
-            **{v: v.aval.str_short() for v in reasons.keys() - self.names.keys()},
-        }
+        of_branches = {v: v.aval.str_short() for v in reasons if v not in self.names}
+        names = {**self.names, **of_branches}
         return RuntimeError(listed({name: reasons[v] for v, name in names.items() if v in reasons}))
 
 

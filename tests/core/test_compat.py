@@ -46,6 +46,30 @@ def test_make_primitive():
     assert weak.out_avals[0].weak_type, must
 
 
+def test_traced_once():
+    must = fix("traced_once", "trace a function once and copy its operations", "accumulate")
+    calls = []
+
+    def add_sum(x):
+        calls.append(x)
+        return x + y.sum()
+
+    def twice(x):
+        once = compat.traced_once(add_sum)
+        assert jax.eval_shape(once, x).shape == x.shape, must
+        return jax.lax.cond(x[0] > 0, once, lambda x: x, once(x))
+
+    y = X
+    names = {str(e.primitive) for e in jax.make_jaxpr(twice)(X).jaxpr.eqns}
+    assert names >= {"cond", "reduce_sum"}, must
+    assert names.isdisjoint({"jit", "pjit"}), must
+    assert len(calls) == 1, must
+    np.testing.assert_array_equal(twice(X + 1), X + 13, err_msg=must)
+    np.testing.assert_array_equal(jax.jit(twice)(X), X + 6, err_msg=must)
+    np.testing.assert_array_equal(jax.vmap(twice)(X[None] + 1), X[None] + 13, err_msg=must)
+    np.testing.assert_array_equal(jax.jacobian(twice)(X + 1), np.eye(4), err_msg=must)
+
+
 def test_make_replaceable():
     must = fix("make_replaceable", "run another function where there is one", "native code")
 

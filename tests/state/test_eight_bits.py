@@ -264,6 +264,16 @@ def test_scales_beside_codes(kind):
         assert found.codes.shape == shape == shape_of(found) and found.scales.dtype == jnp.uint16
 
 
+def test_codes_are_decoded_once_for_each_shape(monkeypatch):
+    """Decoding takes longer to trace than the rest of the update."""
+    shapes, decode = [], RootCodes.decode
+    counted = lambda codes, scale: shapes.append(codes.shape) or decode(codes, scale)
+    monkeypatch.setattr(RootCodes, "decode", staticmethod(counted))
+    tx, params = slots_dtype(optzoo.adam(0.1), "int8"), {i: jnp.ones((11, 64)) for i in range(3)}
+    jax.jit(tx.update).trace(params, jax.eval_shape(tx.init, params))
+    assert shapes == [(11, 2, 32)]
+
+
 def test_codes_have_no_derivative():
     tx, x = slots_dtype(optzoo.adam(0.1), "int8"), jnp.ones(SHAPE)
     with pytest.raises(TypeError, match="no derivative"):

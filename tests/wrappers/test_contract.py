@@ -127,6 +127,33 @@ def traced(tx, grads, state, x):
     return jax.eval_shape(tx.update, grads, state, x)[1]
 
 
+NESTED = {
+    "accumulate": lambda inner: optzoo.accumulate(inner, 2),
+    "nested": lambda inner: optzoo.accumulate(
+        optzoo.moving_average(optzoo.skip_spikes(inner, on="norm")), 2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*WRAPPERS, *NESTED])
+def test_an_update_is_traced_once(name):
+    """Otherwise the time to trace a step would double with each wrapper around another."""
+    rates = []
+
+    def rule(g, x, slots, t, learning_rate):
+        rates.append(learning_rate)
+        return -learning_rate * g, slots
+
+    inner = optzoo.rules.leafwise(rule, scheduled={"learning_rate": 0.1})
+    tx, x = {**WRAPPERS, **NESTED}[name](inner), params()
+    state = tx.init(x)
+    rates.clear()
+    with jax.disable_jit(False):
+        traced(tx, dense_grads(x), state, x)
+    updates = 3 if name == "agn" else 1  # of the replica, of the center, and for the step counts
+    assert len(rates) == updates * len(jax.tree.leaves(x))
+
+
 def everywhere(value):
     return jax.tree.map(lambda _: value, params())
 

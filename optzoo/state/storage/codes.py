@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding
 
-from ...core.compat import custom_jvp
+from ...core.compat import custom_jvp, traced_once
 from ...core.meshes import whole_along_last
 from ...core.warn import warn
 from . import eight_bits, float8
@@ -94,6 +94,7 @@ def _(kind, primals, tangents):
     )
 
 
+@traced_once
 def decoded(x: Any) -> Array:
     """Decodes an array, to float32."""
     codes, scales = apart(x)

@@ -121,13 +121,12 @@ def save(old: Any, new: Any) -> Any:
     """New slots in the storage of the old ones, each in its dtype."""
     if not isinstance(old, StoredSlots):
         return jax.tree.map(saturating_cast_like, old, new)
-    olds, treedef = jax.tree.flatten(unpack(old.slots))
-    if has_codes(old.slots):
-        olds = jax.tree.leaves(old.slots, is_leaf=is_coded)
+    kept = old.slots if has_codes(old.slots) else unpack(old.slots)
+    olds, treedef = jax.tree.flatten(kept, is_leaf=is_coded)
     pairs = zip(olds, treedef.flatten_up_to(new), strict=True)
     news = [rounded(a, b, old.start, k) for k, (a, b) in enumerate(pairs)]
-    kept = pack_like(old.slots, treedef.unflatten(news))
-    return StoredSlots(jax.tree.map(lambda a, b: b.astype(a.dtype), old.slots, kept), old.start)
+    packed = pack_like(old.slots, treedef.unflatten(news))
+    return StoredSlots(jax.tree.map(lambda a, b: b.astype(a.dtype), old.slots, packed), old.start)
 
 
 def read_back(saved: Any, new: Any) -> Any:
