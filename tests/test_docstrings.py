@@ -1,8 +1,12 @@
-"""Every public name has an example in its docstring, and every example runs."""
+"""Every public name has an example in its docstring, and every example runs.
+
+The direction of an optimizer has none, but the name of the optimizer, which has one.
+"""
 
 import doctest
 import importlib.util
 import inspect
+import re
 
 import jax
 import numpy as np
@@ -11,10 +15,16 @@ import pytest
 from optzoo import catalog
 from tests.public import NAMES, home
 
+DIRECTION = re.compile(r"The direction of :func:`(optzoo\.\w+)`.*")
 # Data and types of other modules have no docstring of their own.
 THINGS = {name: thing for name, thing in NAMES.items() if home(thing)}
 if importlib.util.find_spec("jax_tpu_embedding") is None:  # there are wheels for Linux alone
     del THINGS["optzoo.interop.sparsecore.sparsecore"]
+OF_OPTIMIZERS = {
+    name: found[1]
+    for name, thing in THINGS.items()
+    if (found := DIRECTION.fullmatch(inspect.getdoc(thing) or ""))
+}
 
 
 def examples(thing):
@@ -23,7 +33,12 @@ def examples(thing):
     return doctest.DocTestParser().get_doctest(doc, {}, thing.__name__, None, 0)
 
 
-@pytest.mark.parametrize("name", THINGS)
+def test_directions_are_those_of_optimizers():
+    assert {*OF_OPTIMIZERS.values()} <= THINGS.keys() - OF_OPTIMIZERS.keys()
+    assert all(name.startswith("optzoo.transforms.scale_by_") for name in OF_OPTIMIZERS)
+
+
+@pytest.mark.parametrize("name", [name for name in THINGS if name not in OF_OPTIMIZERS])
 def test_example_runs(name):
     found = examples(THINGS[name])
     assert "Example:" in inspect.getdoc(THINGS[name])

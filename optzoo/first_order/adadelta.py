@@ -24,15 +24,7 @@ class AdadeltaSlots(NamedTuple):
 
 @recorded
 def scale_by_adadelta(b2: float = 0.95, eps: float = 1e-8) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.adadelta`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_adadelta(b2=0.9, eps=1e-2)
-        >>> updates, state = tx.update(jnp.array([1.0, -2.0]), tx.init(jnp.ones(2)))
-        >>> print(updates)
-        [ 0.3015 -0.3123]
-    """
+    """The direction of :func:`optzoo.adadelta`."""
     [b2] = check_decays(b2=b2)
     check_not_negative(eps=eps)
 

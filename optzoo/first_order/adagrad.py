@@ -24,15 +24,7 @@ class AdagradSlots(NamedTuple):
 def scale_by_adagrad(
     initial_accumulator_value: float = 0.1,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.adagrad`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_adagrad(initial_accumulator_value=1e-6)
-        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
-        >>> print(updates)
-        [ 1. -1.]
-    """
+    """The direction of :func:`optzoo.adagrad`."""
     check_positive(initial_accumulator_value=initial_accumulator_value)
 
     def rule(g, x, s, t):

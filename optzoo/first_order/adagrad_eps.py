@@ -16,15 +16,7 @@ from .adagrad import AdagradSlots
 def scale_by_adagrad_eps(
     eps: float = 1e-8, initial_accumulator_value: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.adagrad_eps`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_adagrad_eps(eps=1.0)
-        >>> updates, state = tx.update(jnp.array([3.0, -1.0]), tx.init(jnp.ones(2)))
-        >>> print(updates)
-        [ 0.75 -0.5 ]
-    """
+    """The direction of :func:`optzoo.adagrad_eps`."""
     check_not_negative(eps=eps, initial_accumulator_value=initial_accumulator_value)
 
     def rule(g, x, s, t):

@@ -66,17 +66,7 @@ def adam_deferral(
 def scale_by_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.adam`.
-
-    Example:
-        >>> import jax.numpy as jnp, optax, optzoo
-        >>> tx = optzoo.transforms.scale_by_adam()
-        >>> tx = optax.chain(tx, optax.add_decayed_weights(0.1), optax.scale(-0.1))
-        >>> params = jnp.array([1.0, -2.0])
-        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(params), params)
-        >>> print(updates)
-        [-0.11  0.12]
-    """
+    """The direction of :func:`optzoo.adam`."""
     return _scale_by_adam(b1, b2, eps, dense)
 
 
@@ -84,16 +74,7 @@ def scale_by_adam(
 def scale_by_lazy_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.lazy_adam`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_lazy_adam()
-        >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.array([[3.0, -4.0]]), 3)
-        >>> updates, state = tx.update(rows, tx.init(jnp.ones((3, 2))))
-        >>> print(updates.indices, updates.values)
-        [2] [[ 1. -1.]]
-    """
+    """The direction of :func:`optzoo.lazy_adam`."""
     return _scale_by_adam(b1, b2, eps, lazy)
 
 

@@ -19,15 +19,7 @@ from .adam import AdamSlots, adam_rule, corrected
 def scale_by_adam_gs(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.adam_gs`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_adam_gs()
-        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)), global_step=0)
-        >>> print(updates)
-        [ 1. -1.]
-    """
+    """The direction of :func:`optzoo.adam_gs`."""
     return _scale_by_adam_gs(b1, b2, eps, dense)
 
 
@@ -35,16 +27,7 @@ def scale_by_adam_gs(
 def scale_by_lazy_adam_gs(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.lazy_adam_gs`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_lazy_adam_gs()
-        >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.array([[3.0, -4.0]]), 3)
-        >>> updates, state = tx.update(rows, tx.init(jnp.ones((3, 2))), global_step=0)
-        >>> print(updates.indices, updates.values)
-        [2] [[ 1. -1.]]
-    """
+    """The direction of :func:`optzoo.lazy_adam_gs`."""
     return _scale_by_adam_gs(b1, b2, eps, lazy)
 
 

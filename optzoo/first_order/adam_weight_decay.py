@@ -48,16 +48,7 @@ def scale_by_adam_weight_decay(
     weight_decay: float = 0.0,
     skip: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.adam_weight_decay`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_adam_weight_decay(b1=0.0, b2=0.75, weight_decay=0.5)
-        >>> params = jnp.array([1.0, -2.0])
-        >>> updates, state = tx.update(jnp.array([3.0, 4.0]), tx.init(params), params)
-        >>> print(updates)  # twice the sign of the gradient, and the decay
-        [2.5 1. ]
-    """
+    """The direction of :func:`optzoo.adam_weight_decay`."""
     return chain(*_directions(b1, b2, eps, weight_decay, skip))
 
 

@@ -26,15 +26,7 @@ class AddSignSlots(NamedTuple):
 def scale_by_add_sign(
     alpha: float = 1.0, b1: float = 0.9, sign_decay: optax.ScalarOrSchedule | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.add_sign`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_add_sign(alpha=1.0)
-        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
-        >>> print(updates)  # 1 + alpha times the gradient, as its mean has its sign
-        [ 6. -8.]
-    """
+    """The direction of :func:`optzoo.add_sign`."""
     check_finite(alpha=alpha)
     check_finite(schedule=True, none=True, sign_decay=sign_decay)
     [b1] = check_decays(b1=b1)

@@ -34,15 +34,7 @@ class AMSGradSlots(NamedTuple):
 def scale_by_amsgrad(
     b1: float = 0.9, b2: float = 0.99, eps: float = 0.0, decay_learning_rate: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.amsgrad`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_amsgrad()
-        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
-        >>> print(updates)
-        [ 1. -1.]
-    """
+    """The direction of :func:`optzoo.amsgrad`."""
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
     check_flags(decay_learning_rate=decay_learning_rate)

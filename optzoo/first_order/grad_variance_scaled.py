@@ -26,17 +26,7 @@ class GradVarianceScaledSlots(NamedTuple):
 def scale_by_grad_variance(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.grad_variance_scaled`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_grad_variance()
-        >>> state = tx.init(jnp.ones(2))
-        >>> for g in [1.0, 1.2, 0.8]:
-        ...     updates, state = tx.update(jnp.array([1.0, g]), state)
-        >>> print(updates)
-        [0.0038 0.0059]
-    """
+    """The direction of :func:`optzoo.grad_variance_scaled`."""
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
 

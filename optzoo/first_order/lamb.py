@@ -25,17 +25,7 @@ def scale_by_lamb(
     weight_decay: float = 0.0,
     skip: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.lamb`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_lamb()
-        >>> params = {"small": jnp.array([3.0, 4.0]), "large": jnp.array([30.0, 40.0])}
-        >>> gradients = {"small": jnp.ones(2), "large": jnp.ones(2)}
-        >>> updates, state = tx.update(gradients, tx.init(params), params)
-        >>> print(jnp.stack([jnp.linalg.norm(updates[name]) for name in ("small", "large")]))
-        [ 5. 50.]
-    """
+    """The direction of :func:`optzoo.lamb`."""
     return chain(*_directions(b1, b2, eps, weight_decay, skip))
 
 

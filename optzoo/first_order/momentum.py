@@ -24,15 +24,7 @@ class MomentumSlots(NamedTuple):
 def scale_by_momentum(
     momentum: float, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.momentum`; ``optax.trace`` with support for SparseRows.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_momentum(0.9, nesterov=True)
-        >>> updates, state = tx.update(jnp.array([1.0, -2.0]), tx.init(jnp.ones(2)))
-        >>> print(updates)
-        [ 1.9 -3.8]
-    """
+    """The direction of :func:`optzoo.momentum`; ``optax.trace`` with support for SparseRows."""
     check_not_negative(momentum=momentum)
     check_flags(nesterov=nesterov)
 

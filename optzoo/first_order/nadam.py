@@ -18,15 +18,7 @@ from .adam import AdamSlots, adam_deferral, corrected, next_slots
 def scale_by_nadam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.nadam`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_nadam()
-        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
-        >>> print(updates)
-        [ 1.9 -1.9]
-    """
+    """The direction of :func:`optzoo.nadam`."""
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
 

@@ -25,15 +25,7 @@ class NeuralOptimizer1Slots(NamedTuple):
 def scale_by_neural_optimizer1(
     b1: float = 0.9, decrease_factor: float = 0.1
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.neural_optimizer1`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_neural_optimizer1()
-        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
-        >>> print(updates)
-        [ 3. -4.]
-    """
+    """The direction of :func:`optzoo.neural_optimizer1`."""
     [b1] = check_decays(b1=b1)
     check_finite(decrease_factor=decrease_factor)
 

@@ -14,15 +14,7 @@ from ..rules.learning_rate import descend
 
 @recorded
 def scale_by_own_norm() -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.normalized_sgd`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_own_norm()
-        >>> updates, state = tx.update({"w": jnp.array([3.0, 4.0])}, tx.init({"w": jnp.ones(2)}))
-        >>> print(updates["w"])
-        [0.6 0.8]
-    """
+    """The direction of :func:`optzoo.normalized_sgd`."""
 
     def rule(g, x, s, t):
         return g / jnp.maximum(norm(g), 1e-6), s

@@ -27,16 +27,7 @@ class PartialRowWiseAdamSlots(NamedTuple):
 def scale_by_partial_row_wise_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.partial_row_wise_adam`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_partial_row_wise_adam()
-        >>> table = jnp.ones((1, 2))
-        >>> updates, state = tx.update(jnp.array([[3.0, 4.0]]), tx.init(table), table)
-        >>> print(updates)  # divided by the root of the mean square of the row
-        [[0.8485 1.1314]]
-    """
+    """The direction of :func:`optzoo.partial_row_wise_adam`."""
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
     check_not_negative(weight_decay=weight_decay)

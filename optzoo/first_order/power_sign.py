@@ -27,15 +27,7 @@ class PowerSignSlots(NamedTuple):
 def scale_by_power_sign(
     base: float = math.e, b1: float = 0.9, sign_decay: optax.ScalarOrSchedule | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.power_sign`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_power_sign(base=2.0)
-        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
-        >>> print(updates)
-        [ 6. -8.]
-    """
+    """The direction of :func:`optzoo.power_sign`."""
     check_positive(base=base)
     check_finite(schedule=True, none=True, sign_decay=sign_decay)
     [b1] = check_decays(b1=b1)

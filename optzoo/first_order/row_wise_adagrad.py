@@ -25,16 +25,7 @@ class RowWiseAdagradSlots(NamedTuple):
 def scale_by_row_wise_adagrad(
     eps: float = 1e-8, weight_decay: float = 0.0, l2_weight_decay: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.row_wise_adagrad`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_row_wise_adagrad()
-        >>> table = jnp.ones((1, 2))
-        >>> updates, state = tx.update(jnp.array([[3.0, 4.0]]), tx.init(table), table)
-        >>> print(updates)  # divided by the root of the mean square of the row
-        [[0.8485 1.1314]]
-    """
+    """The direction of :func:`optzoo.row_wise_adagrad`."""
     check_not_negative(eps=eps)
     check_not_negative(weight_decay=weight_decay, l2_weight_decay=l2_weight_decay)
     decays, decays_l2 = (not is_number(v, 0) for v in (weight_decay, l2_weight_decay))

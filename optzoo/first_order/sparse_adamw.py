@@ -33,17 +33,7 @@ def scale_by_sparse_adamw(
     weight_decay: float = 0.0,
     row_wise_bias_correction: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.sparse_adamw`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_sparse_adamw(weight_decay=0.5)
-        >>> table = jnp.ones((3, 2))
-        >>> rows = optzoo.SparseRows(jnp.array([2]), jnp.array([[3.0, -4.0]]), 3)
-        >>> updates, state = tx.update(rows, tx.init(table), table)
-        >>> print(updates.indices, updates.values)
-        [2] [[ 1.5 -0.5]]
-    """
+    """The direction of :func:`optzoo.sparse_adamw`."""
     b1, b2 = check_decays(b1=b1, b2=b2)
     check_not_negative(eps=eps)
     check_not_negative(weight_decay=weight_decay)

@@ -60,15 +60,7 @@ def scale_by_ggt(
     window_dtype: DTypeLike | None = None,
     axis_name: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.ggt`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_ggt(window=2)
-        >>> updates, state = tx.update(jnp.array([3.0, -4.0]), tx.init(jnp.ones(2)))
-        >>> print(float(updates[0]) > 0, float(updates[1]) < 0)
-        True True
-    """
+    """The direction of :func:`optzoo.ggt`."""
     window = check_size(1, window=window)
     if window_dtype is not None and not jnp.issubdtype(window_dtype, jnp.floating):
         raise TypeError(f"window_dtype must be a floating-point dtype, got {window_dtype!r}")

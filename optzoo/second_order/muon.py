@@ -108,17 +108,7 @@ def scale_by_muon(
     owners: str | tuple[str, ...] | None = None,
     exchange_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.muon`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_muon(ns_steps=20, ns_coefficients=(1.5, -0.5, 0.0))
-        >>> gradient = jnp.array([[3.0, 0.0], [0.0, -0.5]])
-        >>> updates, state = tx.update(gradient, tx.init(gradient))
-        >>> print(updates.round(2))  # all singular values are one
-        [[ 1.  0.]
-         [ 0. -1.]]
-    """
+    """The direction of :func:`optzoo.muon`."""
     options = MuonOptions(
         momentum, nesterov, ns_coefficients, ns_steps, eps, adjust_lr, axes, iteration_dtype,
         Owners.of(owners, exchange_dtype),

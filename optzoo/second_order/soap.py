@@ -121,18 +121,7 @@ def scale_by_soap(
     owners: str | tuple[str, ...] | None = None,
     exchange_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.soap`.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_soap(preconditioner_interval=1)
-        >>> gradient = jnp.array([[1.0, 2.0], [2.0, -1.0]])
-        >>> state = tx.init(gradient)
-        >>> for _ in range(2):
-        ...     updates, state = tx.update(gradient, state)
-        >>> print(float(jnp.sum(gradient * updates)) > 0)
-        True
-    """
+    """The direction of :func:`optzoo.soap`."""
     check_interval(preconditioner_interval=preconditioner_interval, stagger=stagger)
     cutting = Cutting(
         max_matrix_size, block_size, merge_dims, skip_vectors, one_sided, diagonals=False

@@ -58,17 +58,7 @@ def scale_by_shampoo(
     owners: str | tuple[str, ...] | None = None,
     exchange_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of :func:`optzoo.shampoo`, which describes the arguments.
-
-    Example:
-        >>> import jax.numpy as jnp, optzoo
-        >>> tx = optzoo.transforms.scale_by_shampoo()
-        >>> gradient = jnp.array([[10.0, 0.0], [0.0, 100.0]])
-        >>> updates, state = tx.update(gradient, tx.init(jnp.ones((2, 2))))
-        >>> print(updates + 0)
-        [[1.4142 0.    ]
-         [0.     1.4142]]
-    """
+    """The direction of :func:`optzoo.shampoo`, which describes the arguments."""
     options = ShampooOptions(
         Cutting(max_matrix_size, block_size, merge_dims, skip_vectors, one_sided),
         Scheduled(
