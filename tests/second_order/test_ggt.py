@@ -283,7 +283,7 @@ def test_shards_of_parameters_over_an_axis(check_vma):
     ("bad", "error", "match"),
     [
         ({"window": 0}, ValueError, "window must be at least 1, got 0"),
-        ({"window": 2.5}, TypeError, "window must be an int, got 2.5"),
+        ({"window": 2.5}, TypeError, r"window must be an int, got 2\.5$"),
         ({"b1": 1.0}, ValueError, r"b1 must be in \[0, 1\), got 1.0"),
         ({"eps": -1e-4}, ValueError, "eps must be zero or positive, got -0.0001"),
         ({"sigma_eps": -1.0}, ValueError, "sigma_eps must be zero or positive, got -1.0"),
