@@ -165,14 +165,44 @@ def inline_constant(a: Any) -> Array:
     return _constant_p.bind(data=a.tobytes(), dtype=a.dtype, shape=a.shape)[0]
 
 
-# JAX before 0.12 has one kind of inlining, which is this one.
-_INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
-
-
 def traced_once(f: Callable[..., Any]) -> Callable[..., Any]:
-    """``f``, whose operations are traced once for each type of its arguments, and then copied."""
-    once = jax.jit(f, inline=_INLINE)
-    return functools.wraps(f)(lambda *args: once(*args) if is_tracing() else f(*args))
+    """``f``, traced once for each type of its arguments, which are all that it may read.
+
+    Its operations keep the lines of their source. Outside of a trace it is ``f`` itself.
+    """
+    once = jax.jit(f)
+
+    @functools.wraps(f)
+    def call(*args):
+        if not is_tracing():
+            return f(*args)
+        traced = once.trace(*args)
+        return _results(traced.jaxpr, traced.out_info, *jax.tree.leaves(args))
+
+    return call
+
+
+class TracedOnce:
+    """A function without arguments, traced once, whose operations keep the lines of their source.
+
+    Args:
+        f: the function. It may read arrays of the trace around it.
+
+    Attributes:
+        shapes: the shapes of its results.
+    """
+
+    def __init__(self, f: Callable[[], Any]):
+        self._jaxpr, self.shapes = jax.make_jaxpr(f, return_shape=True)()
+
+    def __call__(self) -> Any:
+        """The results of ``f()``."""
+        return _results(self._jaxpr, self.shapes)
+
+
+def _results(closed: Any, shapes: Any, *leaves: Any) -> Any:
+    outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves)
+    return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
 
 class custom_jvp:

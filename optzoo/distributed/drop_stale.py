@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
 from ..core.checks import check, check_params
-from ..core.compat import traced_once
+from ..core.compat import TracedOnce
 from ..core.gradients import check_gradients
 from ..core.optimizer import About, Optimizer, recorded
 from ..core.rows import (
@@ -129,7 +128,7 @@ def drop_stale_gradient(
             x, of_inner, step, dropped = carry
             rank, active, read_at = of_rank
 
-            @traced_once
+            @TracedOnce
             def apply():
                 g = replicas.sum_where(replicas.index == rank, plain)
                 g = rows_tree.map(rows_like, updates, g)
@@ -139,7 +138,7 @@ def drop_stale_gradient(
                 return apply_not_none(x, us), new, rows
 
             fits = step - read_at <= staleness
-            nothing = lambda: (x, of_inner, zeros_like_update(jax.eval_shape(apply)[2]))
+            nothing = lambda: (x, of_inner, zeros_like_update(apply.shapes[2]))
             x, of_inner, rows = lax.cond(active & fits, apply, nothing)
             one = lambda wanted: wanted.astype(jnp.int32)
             carry = x, of_inner, step + one(active & fits), dropped + one(active & ~fits)

@@ -6,13 +6,12 @@ import dataclasses
 import functools
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
 from ..core.checks import check_choice, check_size
-from ..core.compat import traced_once
+from ..core.compat import TracedOnce
 from ..core.gradients import check_gradients
 from ..core.optimizer import About, Optimizer, recorded
 from ..core.rows import update_tree, zeros_like_update
@@ -204,7 +203,6 @@ class _SyncReplicas:
             updates, arrived, accepted, old, aggregate if accumulates else 0
         )
 
-        @traced_once
         def apply():
             done = self.inner.update(mean, old.inner, params, **extra_args)
             if not accumulates or not isinstance(accumulator, GradientAccumulator):
@@ -217,8 +215,9 @@ class _SyncReplicas:
             dropped += old.count  # what was accumulated before
         else:
             fire = number >= aggregate
-            nothing = lambda: (zeros_like_update(jax.eval_shape(apply)[0]), old.inner)
-            updates, of_inner = lax.cond(fire, apply, nothing)
+            once = TracedOnce(apply)
+            nothing = lambda: (zeros_like_update(once.shapes[0]), old.inner)
+            updates, of_inner = lax.cond(fire, once, nothing)
             if not self.hold:
                 dropped += jnp.where(fire, 0, number)
         step = old.global_step + jnp.int32(fire)

@@ -14,7 +14,7 @@ from jax.dtypes import canonicalize_dtype
 
 from ..core.boxes import without_boxes
 from ..core.checks import check_flags, check_params, check_size, check_update_arguments
-from ..core.compat import traced_once
+from ..core.compat import TracedOnce
 from ..core.gradients import check_gradients
 from ..core.lines import in_lines, is_lines
 from ..core.meshes import mesh_of, placed, placed_as, spec_of
@@ -168,7 +168,7 @@ def accumulate(
         is_known = isinstance(every, int) and end_cycle is None
         scale = 1 / (every if is_known else position + 1) if use_mean else 1
 
-        @traced_once
+        @TracedOnce
         def apply():
             gs, of_gs = treedef.flatten_up_to(updates), treedef.flatten_up_to(sums)
             columns = zip(gs, of_gs, xs, _tables(updates, params), strict=True)
@@ -176,8 +176,7 @@ def accumulate(
             us, new = inner.update(totals, state.inner, params, **extra_args)
             return leave_out(inner, late(updates, came), us, new, state.inner)
 
-        shapes, _ = jax.eval_shape(apply)
-        wait = lambda: (zeros_like_update(shapes), state.inner)
+        wait = lambda: (zeros_like_update(apply.shapes[0]), state.inner)
         updates, new = lax.cond(is_last, apply, wait)
         return updates, AccumulateState(count, sums, came, new, cycle)
 

@@ -11,7 +11,7 @@ import optax
 from jax import Array, lax
 
 from ..core.checks import check, check_choice, check_positive, check_size
-from ..core.compat import traced_once, vary, varying
+from ..core.compat import TracedOnce, vary, varying
 from ..core.gradients import check_gradients
 from ..core.norms import global_norm
 from ..core.numerics import next_count
@@ -176,8 +176,8 @@ def skip_spikes(
 
         if value is not None:
             extra_args["value"] = value
-        apply = traced_once(lambda: inner.update(updates, state.inner, params, **extra_args))
-        shapes, of_inner = jax.eval_shape(apply)
+        apply = TracedOnce(lambda: inner.update(updates, state.inner, params, **extra_args))
+        shapes, of_inner = apply.shapes
         # In shard_map both branches must differ along the same axes.
         kept = jax.tree.map(lambda old, new: vary(old, varying(new)), state.inner, of_inner)
         skip = lambda: (zeros_like_update(shapes), kept)

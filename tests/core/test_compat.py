@@ -17,6 +17,7 @@ from jax.experimental import pallas
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optzoo.core import compat
+from optzoo.jaxprs.equations import line_of
 from optzoo.jaxprs.graph import Graph
 from optzoo.jaxprs.primitives import Kind
 
@@ -47,27 +48,47 @@ def test_make_primitive():
 
 
 def test_traced_once():
-    must = fix("traced_once", "trace a function once and copy its operations", "accumulate")
+    must = fix("traced_once", "trace a function once and keep its lines", "a code of 8 bits")
     calls = []
 
+    @compat.traced_once
     def add_sum(x):
         calls.append(x)
-        return x + y.sum()
+        return x + x.sum()
+
+    eqns = jax.make_jaxpr(lambda x: add_sum(add_sum(x)))(X).jaxpr.eqns
+    assert [e.primitive.name for e in eqns] == 2 * ["reduce_sum", "add"], must
+    assert {line_of(e).endswith("add_sum)") for e in eqns} == {True}, must
+    assert len(calls) == 1, must
+    np.testing.assert_array_equal(add_sum(X), X + 6, err_msg=must)
+    assert calls[1] is X, must  # outside of a trace it is a function like others
+
+
+def test_TracedOnce():
+    must = fix("TracedOnce", "trace a function once and keep its lines", "accumulate")
+    calls = []
 
     def twice(x):
-        once = compat.traced_once(add_sum)
-        assert jax.eval_shape(once, x).shape == x.shape, must
-        return jax.lax.cond(x[0] > 0, once, lambda x: x, once(x))
+        y = jnp.sin(x)
 
-    y = X
-    names = {str(e.primitive) for e in jax.make_jaxpr(twice)(X).jaxpr.eqns}
-    assert names >= {"cond", "reduce_sum"}, must
-    assert names.isdisjoint({"jit", "pjit"}), must
+        def add_sum():
+            calls.append(x)
+            return x + y.sum()
+
+        once = compat.TracedOnce(add_sum)
+        assert once.shapes.shape == x.shape, must
+        return jax.lax.cond(x[0] > 0, once, once)
+
+    cond = jax.make_jaxpr(twice)(X).jaxpr.eqns[-1]
     assert len(calls) == 1, must
-    np.testing.assert_array_equal(twice(X + 1), X + 13, err_msg=must)
-    np.testing.assert_array_equal(jax.jit(twice)(X), X + 6, err_msg=must)
-    np.testing.assert_array_equal(jax.vmap(twice)(X[None] + 1), X[None] + 13, err_msg=must)
-    np.testing.assert_array_equal(jax.jacobian(twice)(X + 1), np.eye(4), err_msg=must)
+    for branch in cond.params["branches"]:
+        assert [e.primitive.name for e in branch.jaxpr.eqns] == ["reduce_sum", "add"], must
+        assert {line_of(e).endswith("add_sum)") for e in branch.jaxpr.eqns} == {True}, must
+    expected = X + jnp.sin(X).sum()
+    np.testing.assert_allclose(jax.jit(twice)(X), expected, rtol=1e-6, err_msg=must)
+    np.testing.assert_allclose(jax.vmap(twice)(X[None])[0], expected, rtol=1e-6, err_msg=must)
+    jacobian = np.eye(4) + jnp.cos(X)[None]
+    np.testing.assert_allclose(jax.jacobian(twice)(X), jacobian, rtol=1e-6, err_msg=must)
 
 
 def test_make_replaceable():

@@ -978,11 +978,12 @@ TANH = optax.chain(
     ("tx", "reason"),
     [
         (TANH, "'params a': operations that are not supported .*: `tanh`"),
+        (optzoo.accumulate(TANH, 2), r"'params a': in a branch: .*: `tanh` \(.*test_step.py:.*\)"),
         (optzoo.ggt(0.1), "operations that are not supported .* `dot_general`"),
         (optax.apply_if_finite(TANH, 3), "'params a': in a branch: .*: `tanh`"),
         (optax.chain(optax.stateless(lambda u, p: jax.debug.print("x") or u)), "side effects"),
     ],
-    ids=["unknown", "matrices", "branches", "effects"],
+    ids=["unknown", "accumulated", "matrices", "branches", "effects"],
 )
 def test_what_xla_does_is_an_error_where_native_code_is_required(tx, reason):
     tx, params = optax.with_extra_args_support(tx), arrays(0)
