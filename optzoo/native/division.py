@@ -2,7 +2,7 @@
 
 import functools
 import graphlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..core.marks import WRITES
@@ -106,7 +106,14 @@ class Division:
         places, in_place = self._places(nodes), set(self._in_place)
         rest = self._graph([node for node in nodes if isinstance(node, Operation)])
         found = find_grouped_leaves(rest, places, in_place, self._report)
-        return self._with(nodes, self._calls(found)) if found else nodes
+        if not found:
+            return nodes
+        # Such as the norm of an update, by which the same loop scales it.
+        scalars = {v for leaf in found for v in leaf.scalars}
+        within = {op for leaf in found for op in leaf.operations}
+        rest = groups.done_twice(rest, within, scalars)
+        groups.set_makers(rest.operations)
+        return self._with(_replaced(nodes, rest.operations), self._calls(found))
 
     def _with_leaves(self, nodes: list[Any]) -> list[Any]:
         places, made = self._places(nodes), _made_by_calls(nodes)
@@ -119,9 +126,7 @@ class Division:
         places = {b: after for b, after in {**places, **slices}.items() if b not in unchanged}
         rest.results = [*left, *(v for v in into.values() if v not in unchanged)]
         rest, leaves = groups.find_leaves(rest, places, set(self._in_place), self._report)
-        new = {v for op in rest.operations for v in op.outs}
-        nodes = [*rest.operations, *(node for node in nodes if not new.intersection(node.outs))]
-        nodes = self._with(nodes, self._calls(leaves))
+        nodes = self._with(_replaced(nodes, rest.operations), self._calls(leaves))
         native = _made_by_calls(nodes)
         for node in nodes:
             if isinstance(node, Branches):
@@ -176,6 +181,12 @@ class Division:
 
 def _made_by_calls(nodes: Iterable[Any]) -> set[Value]:
     return {v for node in nodes if isinstance(node, Call) for v in node.outs}
+
+
+def _replaced(nodes: Iterable[Any], operations: Sequence[Operation]) -> list[Any]:
+    """The nodes with operations in place of those with the same results."""
+    made = {v for op in operations for v in op.outs}
+    return [*operations, *(node for node in nodes if not made.intersection(node.outs))]
 
 
 def _written(program: Graph, kept: Mapping[Value, Value]) -> dict[Value, Value]:

@@ -255,7 +255,7 @@ def find_leaves(
     found = _leaves(program, fusible, places, in_place)
     missing, made = {*places.values()} - made_by(found), program.depending(places)
     while missing:
-        twice = _done_twice(program, fusible, missing)
+        twice = done_twice(program, fusible, missing)
         more = _leaves(twice, fusible, places, in_place)
         late = missing & made_by(_come_last(twice, more))
         if late == missing:
@@ -265,9 +265,7 @@ def find_leaves(
     for v in program.results:
         if v.shape and v.maker is not None and v not in made_by(found):
             report(v, _obstacles(v, made, fusible))
-    for op in program.operations:
-        for v in op.outs:
-            v.maker = op
+    set_makers(program.operations)
     return program, found
 
 
@@ -306,9 +304,14 @@ def _come_last(program: Graph, leaves: Iterable[LeafGroup]) -> list[LeafGroup]:
     return found
 
 
-def _done_twice(
-    program: Graph, fusible: Collection[Operation], results: Collection[Value]
-) -> Graph:
+def set_makers(operations: Iterable[Operation]) -> None:
+    """Makes each operation the maker of its results."""
+    for op in operations:
+        for v in op.outs:
+            v.maker = op
+
+
+def done_twice(program: Graph, fusible: Collection[Operation], results: Collection[Value]) -> Graph:
     """Duplicates elementwise operations for the other operations that need them.
 
     Results such as an update and its norm then do not force the elementwise operations before the

@@ -47,19 +47,22 @@ def check_same_operations(
     # The state needs placeholders for the parameters.
     xs = gs if params is None else flatten_with_stacks(params)[0]
 
-    def run(gs, xs):
-        return inner.update(gs, inner.init(xs), None if params is None else xs, **extra_args)
+    def update(gs, state, xs):
+        return inner.update(gs, state, None if params is None else xs, **extra_args)
 
     def operations(groups):
-        """The operations of the update of some stacks; a group of one is a single parameter."""
+        """The operations on some stacks; a group of one is a single parameter."""
         chosen = set(itertools.chain(*groups))
         struct = lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a))
         tree = lambda nodes: treedef.unflatten(
             [struct(a) if i in chosen else optax.MaskedNode() for i, a in enumerate(nodes)]
         )
         stacks = tuple(group for group in groups if len(group) > 1)
-        jaxpr = jax.make_jaxpr(run)(stack(tree(gs), stacks), stack(tree(xs), stacks))
-        return collections.Counter(_operations(jaxpr))
+        gs_of, xs_of = (stack(tree(nodes), stacks) for nodes in (gs, xs))
+        # The state is an argument: zeros of a scalar would be constants, but not those of a stack.
+        init, state = jax.make_jaxpr(inner.init, return_shape=True)(xs_of)
+        jaxprs = init, jax.make_jaxpr(update)(gs_of, state, xs_of)
+        return collections.Counter(itertools.chain(*map(_operations, jaxprs)))
 
     try:
         of_stacks = operations(layout)

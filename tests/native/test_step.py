@@ -148,6 +148,14 @@ def test_numbers_of_each_row_in_wrappers(wrap):
     check_close(expected, got, 2**-9)
 
 
+def test_numbers_of_each_row_that_a_norm_of_the_update_needs():
+    """The norm needs what the loop makes, which it scales by the norm."""
+    tx = optax.chain(optzoo.partial_row_wise_lamb(0.1), optax.clip_by_global_norm(0.01))
+    grads = lambda seed: {"a": table(seed, (8, 5))}
+    expected, got = both(tx, grads(99), grads, steps=2)
+    check_close(expected, got, 2**-9)
+
+
 def test_arrays_with_as_long_rows_share_a_call():
     tx, params = optzoo.row_wise_lamb(0.1), [table(k, (k, 5)) for k in (2, 3, 4)]
     step = optzoo.native_step(tx, required=True)

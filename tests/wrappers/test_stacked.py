@@ -80,6 +80,22 @@ def arrays(tree):
     return len(jax.tree.leaves(tree))
 
 
+@pytest.mark.parametrize("name", ["adam", "amsgrad", "ftrl", "optax.adam"])
+def test_scalars(name):
+    """Such as a learned scale of each layer. In jaxprs zeros of a scalar are a constant."""
+    inner = OPTAX["adam"]() if name == "optax.adam" else CATALOG[name].make()
+    x = {name: jnp.float32(value) for name, value in zip("abc", (0.5, -2.0, 1.0), strict=True)}
+    g = {name: jnp.float32(value) for name, value in zip("abc", (3.0, 0.25, -1.0), strict=True)}
+    after, states = {}, {}
+    for tx in (inner, stacked(inner)):
+        state, now = tx.init(x), x
+        for _ in range(2):
+            now, state = step(tx, g, now, state)
+        after[tx is inner], states[tx is inner] = now, state
+    assert_same(after[False], after[True])
+    assert arrays(states[False]) < arrays(states[True])
+
+
 # Values
 
 
