@@ -20,7 +20,7 @@ from ..core.paths import leaves_with_path, path_name
 from ..core.rows import is_rows, is_sparse_or_none, update_tree
 from .slots import has_states
 from .storage.codes import is_coded, shape_of
-from .storage.packing import is_packed
+from .storage.packing import is_mark, is_packed
 from .types import LeafwiseState
 
 
@@ -119,7 +119,7 @@ class SlotShapes:
             self.known[shape, dtype] = [_kinds(jax.eval_shape(init, x)) for init in self.slots]
         for name, expected, slot in zip(row._fields, self.known[shape, dtype], row, strict=True):
             got = _kinds(slot, shape if is_rows(like) and like.lines else None)
-            if expected == got or (is_packed(row) and _is_half(expected, got)):
+            if expected == got or (is_packed(row) and _is_half(slot, expected, got)):
                 continue
             path, _ = leaves_with_path(updates, is_sparse_or_none)[i]
             of = f"the slot '{name}' of parameter '{path_name(path)}', which has shape {shape}"
@@ -149,14 +149,17 @@ def _is_in_lines(a: Any, shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
     return are_lines(jax.ShapeDtypeStruct(shape, jnp.float32), of)
 
 
-def _is_half(expected: list[Any], got: list[Any]) -> bool:
-    """Whether packed slots match: an array of two has other words or is twice as wide.
+def _is_half(slot: Any, expected: list[Any], got: list[Any]) -> bool:
+    """Whether a packed slot matches: an array of two has other words or is twice as wide.
 
-    The second slot is empty.
+    The second slot has marks in place of the arrays that are packed.
     """
-    shapes = lambda kinds: [shape for shape, _ in kinds]
-    twice = [(doubled(shape), numbers) for shape, numbers in expected]
-    return not got or shapes(got) == shapes(expected) or got == twice
+    marks = list(map(is_mark, jax.tree.leaves(slot, is_leaf=is_mark)))
+    if len(marks) != len(expected):
+        return False
+    arrays = [kind for kind, mark in zip(expected, marks, strict=True) if not mark]
+    fits = lambda kind, of: of[0] == kind[0] or of == (doubled(kind[0]), kind[1])
+    return all(map(fits, arrays, got))
 
 
 def _written(kinds: list[Any]) -> str:

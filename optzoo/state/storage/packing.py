@@ -135,9 +135,9 @@ def _pairs(slots: Any) -> Iterator[tuple[int, int]]:
     """The positions of the arrays of two slots, and of the markers."""
     words = halves = 0
     for j, tree in enumerate(slots):
-        leaves = jax.tree.leaves(tree, is_leaf=_is_mark)
+        leaves = jax.tree.leaves(tree, is_leaf=is_mark)
         dtypes = [jnp.dtype(a.dtype) for a in leaves if hasattr(a, "dtype")]
-        if marks := [x for x in leaves if _is_mark(x)]:
+        if marks := [x for x in leaves if is_mark(x)]:
             yield (halves if type(marks[0]) is SecondHalf else words), j
         elif jnp.dtype(jnp.uint32) in dtypes:
             words = j
@@ -145,7 +145,8 @@ def _pairs(slots: Any) -> Iterator[tuple[int, int]]:
             halves = j
 
 
-def _is_mark(x: Any) -> bool:
+def is_mark(x: Any) -> bool:
+    """Whether ``x`` marks a slot that is packed into the previous one."""
     return isinstance(x, _MARKS)
 
 
@@ -165,12 +166,12 @@ def _avals(tree: Any) -> Any:
 def _packed(firsts: Any, seconds: Any, marks: Any) -> tuple[Any, Any]:
     """The trees of two slots; leaves without a marker are unchanged."""
     joined = jax.tree.map(_joined, firsts, seconds, marks)
-    kept = jax.tree.map(lambda b, mark: mark if _is_mark(mark) else b, seconds, marks)
+    kept = jax.tree.map(lambda b, mark: mark if is_mark(mark) else b, seconds, marks)
     return joined, kept
 
 
 def _joined(first: Any, second: Any, mark: Any) -> Any:
-    if not _is_mark(mark):
+    if not is_mark(mark):
         return first
     if type(mark) is SecondHalf:
         join = lambda *parts: lax.concatenate(list(map(jnp.asarray, parts)), first.ndim - 1)
@@ -199,7 +200,7 @@ def _(dtype, primals, tangents):
 
 def _part(both: Any, n: int, mark: Any) -> Any:
     """One slot of an array of two; without a marker, the ``n``-th of the array and the marker."""
-    if not _is_mark(mark):
+    if not is_mark(mark):
         return mark if n else both
     if type(mark) is SecondHalf:
         if jnp.issubdtype(both.dtype, jnp.complexfloating):
