@@ -14,7 +14,7 @@ from flax import nnx
 
 import optzoo
 from optzoo import SparseRows
-from optzoo.core.boxes import without_boxes
+from optzoo.core.boxes import Boxes, without_boxes
 from optzoo.core.paths import (
     check_mask,
     path_name,
@@ -202,3 +202,15 @@ def test_no_default_marks_anything():
     ]
     assert len(named) > 4
     assert all(a.default in (None, inspect.Parameter.empty) for _, a in named), named
+
+
+def test_slots_of_parameters_of_which_some_are_none():
+    boxes = Boxes({"a": None, "b": jnp.ones(2), "c": nnx.Param(jnp.ones(3))}, none=False)
+    slots = {"a": None, "b": 1, "c": nnx.Param(2)}
+    assert boxes.slots(slots) == [1, 2]
+    hidden = {**slots, "a": optax.MaskedNode()}
+    assert boxes.slots(hidden) == [1, 2]
+    changed = boxes.refilled(hidden, [3, 4])
+    assert (changed["a"], changed["b"], changed["c"].get_value()) == (optax.MaskedNode(), 3, 4)
+    with pytest.raises(ValueError, match="a parameter that is None has a slot"):
+        boxes.slots({**slots, "a": 0})
