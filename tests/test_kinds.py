@@ -305,7 +305,10 @@ REFUSED = {
     "uniform_rows, float16": (lambda: uniform(scale=4e4, dtype="float16"), "scale must be"),
     "lines, a string": (lambda: optzoo.rows.to_lines("x"), "array of numbers, got 'x'"),
     "lines, keys": (lambda: optzoo.rows.to_lines(KINDS["keys"]), "array of numbers, got"),
-    "lines, a shape": (lambda: optzoo.rows.to_lines(KINDS["a shape"]), "jax.eval_shape.* takes it"),
+    "lines, a shape": (
+        lambda: optzoo.rows.to_lines(KINDS["a shape"]),
+        r"use jax.eval_shape\(optzoo.rows.to_lines, table\)",
+    ),
     "resize, None in the state": (lambda: resized_state(None), "at '0/slots/m/t', got nothing"),
     "resize, a string": (lambda: resized_state("x"), "state .* got 'x' at '0/slots/m/t'"),
     "resize, None": (

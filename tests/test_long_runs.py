@@ -24,11 +24,11 @@ STEPS = 6
 # Multiples of 12, as are all periods.
 AHEAD = (0, 99_996, 999_996, LAST - STEPS)
 COUNTS = ("count", "global_step", "local_step", "last")
-# Their bias corrections are functions of the count, so the first steps are others.
+# Their bias corrections or statistics are functions of the count, so the first steps are others.
 OF_COUNT = (
     *("adam_gs", "blocked_shampoo", "counter_row_wise_adagrad", "cowclip_row_wise_adagrad"),
     *("ggt", "global_decay_row_wise_adagrad", "lamb", "lazy_adam_gs", "sparse_adamw"),
-    *("partial_row_wise_adam", "row_wise_rmsprop", "soap"),
+    *("partial_row_wise_adam", "row_wise_rmsprop", "skip_spikes", "soap"),
 )
 BY_SCHEDULE = {"adafactor", "scale_by_schedule", "transforms"}
 CHEAP = [
