@@ -189,8 +189,8 @@ def program(make, params):
         return samples.plain(updates), state
 
     axes, grads = [("replica", 2), ("another", 3)], samples.row_grads(params)
-    if (width := params["one_row"].shape[1]) != grads["one_row"].values.shape[1]:
-        grads["one_row"] = optzoo.SparseRows(jnp.array([0]), jnp.ones((1, width)), 1)
+    if (x := params.get("one_row")) is not None:
+        grads["one_row"] = optzoo.SparseRows(jnp.array([0]), jnp.ones_like(x), 1)
     try:
         jaxpr, shapes = jax.make_jaxpr(run, axis_env=axes, return_shape=True)(params, grads)
     except ValueError as error:
