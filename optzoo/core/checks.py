@@ -129,8 +129,8 @@ def check_size(least: int = 0, **arguments: Any) -> int:
         size = operator.index(value)
     except (TypeError, jax.errors.ConcretizationTypeError) as error:
         fix = "; shapes depend on it, so list it in the static_args of optax.inject_hyperparams"
-        is_traced = isinstance(value, jax.Array)
-        raise TypeError(f"{name} must be an int, got {value!r}{fix * is_traced}") from error
+        is_array = isinstance(value, jax.Array)
+        raise TypeError(f"{name} must be an int, got {value!r}{fix * is_array}") from error
     if size < least:
         raise ValueError(f"{name} must be at least {least}, got {size}")
     return size

@@ -72,8 +72,9 @@ class Required(NamedTuple):
 
 def require(calls: Sequence[Call], names: Mapping[Value, str]) -> None:
     """Makes it an error if XLA computes one of the calls of a step."""
+    required = Required(calls, names)
     for call in calls:
-        call.required = Required(calls, names)
+        call.required = required
 
 
 def listed(reasons: Mapping[str, Any]) -> str:

@@ -40,6 +40,7 @@ PACKABLE = (*DTYPES, *_SIDE_BY_SIDE)
 _UPPER = dict(zip(DTYPES, (UpperBfloat16, UpperFloat16), strict=True))
 _DTYPE_OF = {upper: dtype for dtype, upper in _UPPER.items()}
 _MARKS = SecondHalf, *_DTYPE_OF
+_OTHER_FORMS = *_MARKS, *Codes
 
 
 # Of a named tuple of arrays, or of trees of arrays.
@@ -151,7 +152,7 @@ def is_mark(x: Any) -> bool:
 
 
 def _is_other_form(x: Any) -> bool:
-    return isinstance(x, (*_MARKS, *Codes))
+    return isinstance(x, _OTHER_FORMS)
 
 
 def _is_inexact(dtype: Any) -> bool:
