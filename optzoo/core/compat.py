@@ -189,15 +189,17 @@ class TracedOnce:
         f: the function. It may read arrays of the trace around it.
 
     Attributes:
-        shapes: the shapes of its results.
+        types: the types of its results, with shardings and varying axes.
     """
 
     def __init__(self, f: Callable[[], Any]):
-        self._jaxpr, self.shapes = jax.make_jaxpr(f, return_shape=True)()
+        self._jaxpr, shapes = jax.make_jaxpr(f, return_shape=True)()
+        # The shapes have neither shardings nor varying axes in JAX 0.9.
+        self.types = jax.tree.unflatten(jax.tree.structure(shapes), self._jaxpr.out_avals)
 
     def __call__(self) -> Any:
         """The results of ``f()``."""
-        return _results(self._jaxpr, self.shapes)
+        return _results(self._jaxpr, self.types)
 
 
 def _results(closed: Any, shapes: Any, *leaves: Any) -> Any:

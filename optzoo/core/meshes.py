@@ -165,7 +165,7 @@ def like_first(f: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def zeros_of(kind: Any) -> Array:
-    """Zeros of a type: a ``ShapeDtypeStruct`` with a sharding and varying axes."""
+    """Zeros of a type: a ``ShapedArray``, or a ``ShapeDtypeStruct`` with its sharding and axes."""
     zeros, sharding = jnp.zeros(kind.shape, kind.dtype), kind.sharding
     if isinstance(sharding, NamedSharding):
         zeros = placed(zeros, sharding.mesh, sharding.spec)

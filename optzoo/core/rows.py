@@ -451,10 +451,10 @@ def _is_foreign(x: Any) -> bool:
     return isinstance(x, int | float | complex)
 
 
-def zeros_like_update(shapes: Any) -> Any:
-    """An update of zeros, with only padding in rows, of the given shapes."""
+def zeros_like_update(types: Any) -> Any:
+    """An update of zeros, with only padding in rows, of the given types."""
     # Zeros of the dtype of protected ids are padding.
-    return jax.tree.map(zeros_of, shapes)
+    return jax.tree.map(zeros_of, types)
 
 
 @recorded

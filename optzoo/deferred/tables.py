@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.boxes import Boxes
+from ..core.compat import TracedOnce
 from ..core.lines import doubled
 from ..core.marked_rows import distinct, gather_rows, scatter_equal_rows, scatter_rows
 from ..core.meshes import zeros_of
@@ -119,15 +120,10 @@ class Table:
         Args:
             take: a function that returns rows of an array.
         """
-
-        def current():
-            return self._advanced(jax.tree.map(take, self.arrays), take)
+        current = TracedOnce(lambda: self._advanced(jax.tree.map(take, self.arrays), take))
 
         def stopped():
-            jaxpr, shapes = jax.make_jaxpr(current, return_shape=True)()
-            # Both branches need the same types: inside shard_map, and on explicit axes.
-            zeros = [zeros_of(var.aval) for var in jaxpr.jaxpr.outvars]
-            x, slots, last = jax.tree.unflatten(jax.tree.structure(shapes), zeros)
+            x, slots, last = jax.tree.map(zeros_of, current.types)
             if self.form.average:  # it is read in the place of x
                 slots = jax.tree.map(_unknown, slots)
             return _unknown(x), slots, last

@@ -138,7 +138,7 @@ def drop_stale_gradient(
                 return apply_not_none(x, us), new, rows
 
             fits = step - read_at <= staleness
-            nothing = lambda: (x, of_inner, zeros_like_update(apply.shapes[2]))
+            nothing = lambda: (x, of_inner, zeros_like_update(apply.types[2]))
             x, of_inner, rows = lax.cond(active & fits, apply, nothing)
             one = lambda wanted: wanted.astype(jnp.int32)
             carry = x, of_inner, step + one(active & fits), dropped + one(active & ~fits)

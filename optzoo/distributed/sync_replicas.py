@@ -216,7 +216,7 @@ class _SyncReplicas:
         else:
             fire = number >= aggregate
             once = TracedOnce(apply)
-            nothing = lambda: (zeros_like_update(once.shapes[0]), old.inner)
+            nothing = lambda: (zeros_like_update(once.types[0]), old.inner)
             updates, of_inner = lax.cond(fire, once, nothing)
             if not self.hold:
                 dropped += jnp.where(fire, 0, number)

@@ -176,7 +176,7 @@ def accumulate(
             us, new = inner.update(totals, state.inner, params, **extra_args)
             return leave_out(inner, late(updates, came), us, new, state.inner)
 
-        wait = lambda: (zeros_like_update(apply.shapes[0]), state.inner)
+        wait = lambda: (zeros_like_update(apply.types[0]), state.inner)
         updates, new = lax.cond(is_last, apply, wait)
         return updates, AccumulateState(count, sums, came, new, cycle)
 

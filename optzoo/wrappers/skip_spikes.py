@@ -177,10 +177,10 @@ def skip_spikes(
         if value is not None:
             extra_args["value"] = value
         apply = TracedOnce(lambda: inner.update(updates, state.inner, params, **extra_args))
-        shapes, of_inner = apply.shapes
+        of_updates, of_inner = apply.types
         # In shard_map both branches must differ along the same axes.
         kept = jax.tree.map(lambda old, new: vary(old, varying(new)), state.inner, of_inner)
-        skip = lambda: (zeros_like_update(shapes), kept)
+        skip = lambda: (zeros_like_update(of_updates), kept)
         updates, of_inner = lax.cond(keep, apply, skip)
 
         place = state.count % window
