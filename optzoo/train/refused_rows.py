@@ -73,7 +73,7 @@ def check_rows(
             f"{what} in tx does not support row-sparse gradients, but optzoo.lookup or "
             f"sparse='require' gives one to parameter '{rows[i]}'. Use a transformation of "
             "optzoo, optzoo.on_rows(tx) or optzoo.rows.on_values(tx); optzoo.rows.densify() "
-            "before it makes the gradient dense"
+            "before it makes the gradient dense; masks and labels must be trees, not functions"
         ) from error
 
 

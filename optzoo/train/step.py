@@ -84,8 +84,6 @@ class Model(NamedTuple):
         ``in_loop`` keeps XLA on GPUs from computing the update of a table after its slots have
         changed, for which it would copy them.
         """
-        update = functools.partial(self.tx.update, grads, state, params)
-        check_all_read(self.tx, update, extra_args)
 
         def apply(params, state):
             updates, after = final_update(self.tx, grads, state, params, extra_args)
@@ -95,6 +93,8 @@ class Model(NamedTuple):
             return optax.apply_updates(params, updates), after
 
         try:
+            update = functools.partial(self.tx.update, grads, state, params)
+            check_all_read(self.tx, update, extra_args)
             return self.run(apply, params, state)
         except Exception as error:
             if "optzoo.SparseRows" in str(error):  # not an error that names a fix

@@ -132,6 +132,10 @@ REFUSING = {
         optax.chain(signs(lambda us, s, p=None: (jax.tree.map(jnp.sign, us), s)), optax.sgd(0.1)),
     ),
     "MultiSteps": ("a transformation", REFUSE_ROWS["MultiSteps"]),
+    "a function as mask, with a keyword": (
+        "optax.masked",
+        optax.masked(optzoo.skip_spikes(optzoo.adam(0.1)), lambda p: jax.tree.map(jnp.ndim, p)),
+    ),
 }
 
 
@@ -154,7 +158,7 @@ def test_what_refuses_rows_of_lookups_is_named(name, given):
     refusing, tx = REFUSING[name]
     what = (
         rf"^{refusing} in tx does not support row-sparse gradients, but optzoo.lookup or "
-        "sparse='require' gives one to parameter 'a'"
+        "sparse='require' gives one to parameter 'a'.*masks and labels must be trees, not funct"
     )
     with pytest.raises(ValueError, match=what):
         trace(tx, **given)
