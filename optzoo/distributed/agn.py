@@ -138,7 +138,8 @@ def agn(
         center, center_inner = replicated.center, replicated.method.center_inner
         pick = lambda slot, c, is_slot: slot if is_slot else c[first].astype(slot.dtype)
         before = jax.tree.map(pick, center_inner, counters, is_slot)
-        updates, after = inner.update(pushed, before, center, **extra_args)
+        shared = replicas.shared_arguments(pushes, extra_args)
+        updates, after = inner.update(pushed, before, center, **shared)
         arrived = jax.tree.map(lambda number: number > 0, arrived)
         updates, after = leave_out(inner, arrived, updates, after, before)
         # Each replica counts the push with its own counters; the rest is not used.

@@ -130,9 +130,11 @@ def drop_stale_gradient(
 
             @TracedOnce
             def apply():
-                g = replicas.sum_where(replicas.index == rank, plain)
+                is_next = replicas.index == rank
+                g = replicas.sum_where(is_next, plain)
                 g = rows_tree.map(rows_like, updates, g)
-                us, new = inner.update(g, of_inner, x, **extra_args)
+                shared = replicas.shared_arguments(is_next, extra_args)
+                us, new = inner.update(g, of_inner, x, **shared)
                 moves[:] = (u is not None for u in update_tree.leaves(us))
                 rows = rows_tree.map(lambda u: u if is_rows(u) else None, us)
                 return apply_not_none(x, us), new, rows

@@ -203,8 +203,10 @@ class _SyncReplicas:
             updates, arrived, accepted, old, aggregate if accumulates else 0
         )
 
+        shared = self.replicas.shared_arguments(accepted, extra_args)
+
         def apply():
-            done = self.inner.update(mean, old.inner, params, **extra_args)
+            done = self.inner.update(mean, old.inner, params, **shared)
             if not accumulates or not isinstance(accumulator, GradientAccumulator):
                 return done
             came = have_come(accumulator, old.global_step + 1)

@@ -14,7 +14,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...core.checks import check_size, check_transformation
 from ...core.integers import check_integers
-from ...core.meshes import automatically, check_axes, shard_map, spec_of
+from ...core.meshes import (
+    automatically,
+    check_axes,
+    devices_along,
+    explicit_axes,
+    mesh_of,
+    place_of,
+    shard_map,
+    spec_of,
+)
 from ...state.averages import averages_of
 from ...state.fit import StateError
 from ...state.types import LocalSGDState, ReplicaState, SharedParamsState
@@ -197,7 +206,7 @@ def replicate(
         params: the parameters.
         state: ``tx.init(params)``.
         num_replicas: the number of replicas.
-        mesh: the mesh on which to place them; None for the default device.
+        mesh: the mesh on which to place them; None for the devices of the arrays.
         axis_name: the axis, or axes, of the mesh.
 
     Raises:
@@ -209,7 +218,9 @@ def replicate(
         spread = lambda a: jnp.broadcast_to(a, (num_replicas, *jnp.shape(a)))
         return map_per_replica(spread, params, state)
 
-    return _placed(all_of, params, state, mesh, axis_name)
+    if mesh is None:
+        return jax.jit(all_of)(params, state)
+    return _placed(all_of, params, state, mesh, axis_name, None)
 
 
 def resize_replicas(
@@ -239,8 +250,10 @@ def resize_replicas(
         params: the parameters of all replicas, as made by :func:`optzoo.replicas.replicate`.
         state: the state of all replicas.
         num_replicas: the new number of replicas.
-        mesh: the mesh on which to place them; None for the default device. With several processes,
-            all must call this function, with arrays on devices of all processes.
+        mesh: the mesh on which to place them, which may have other devices than before; each
+            device then first receives all old replicas, unless their number is a multiple of the
+            devices. None for the devices of the arrays. With several processes, all must call this
+            function, with arrays on devices of all processes.
         axis_name: the axis, or axes, of the mesh.
 
     Raises:
@@ -255,8 +268,11 @@ def resize_replicas(
             "number of updates"
         )
     _check_replicas(num_replicas, mesh, axis_name)
-    resize = functools.partial(_resize, tx, num_replicas)
-    return _placed(resize, params, state, mesh, axis_name)
+    before = len(jax.tree.leaves([node.per_replica for node in _nodes(state)])[0])
+    resize = functools.partial(_resize, tx, before, num_replicas)
+    if mesh is None:
+        return jax.jit(automatically(resize, _specs_of_resized))(params, state)
+    return _placed(resize, params, state, mesh, axis_name, before)
 
 
 _AXIS = "axis_name=, the axis of the replicas"
@@ -272,9 +288,23 @@ def _check_replicas(num_replicas: int, mesh: Mesh | None, axis_name: AxisName) -
         )
 
 
-def _resize(tx, num_replicas, params, state):
+def _specs_of_resized(results: Any, params: Any, state: Any) -> Any:
+    """Specs as before; arrays are divided along the replicas if there is a multiple of devices."""
+
+    def of(is_per_replica, new, old):
+        if not is_per_replica:
+            return spec_of(old)
+        along, *others = spec_of(old)
+        divides = len(new) % devices_along(mesh_of(old), along) == 0
+        return PartitionSpec(along if divides else None, *others)
+
+    marks = replica_specs(params, state, False, True)
+    each = lambda mark, new, old: jax.tree.map(functools.partial(of, mark), new, old)
+    return jax.tree.map(each, marks, results, (params, state))
+
+
+def _resize(tx, before, num_replicas, params, state):
     params_are_per_replica, _ = replica_specs(params, state, False, True)
-    before = len(jax.tree.leaves([node.per_replica for node in _nodes(state)])[0])
     center = averages_of(params, state)
     if params_are_per_replica:  # a parameter without a center starts as on the first replica
         center = jax.tree.map(lambda c, x: c if c.shape != x.shape else x[0], center, params)
@@ -341,15 +371,32 @@ def map_per_replica(f: Callable[[Array], Any], params: Any, state: Any) -> tuple
     return jax.tree.map(change, marks, (params, state))
 
 
-def _placed(f, params, state, mesh, axis_name):
-    """``f(params, state)`` for all replicas, on the devices of the mesh."""
-    if mesh is None:
-        return jax.jit(f)(params, state)
+def _placed(f, params, state, mesh, axis_name, before):
+    """``f(params, state)`` for all replicas, on the devices of the mesh.
+
+    ``before`` is the number of replicas in the arrays; None if they have no axis over replicas.
+    """
     at = functools.partial(NamedSharding, mesh)
-    specs = replica_specs(params, state, at(PartitionSpec()), at(PartitionSpec(axis_name)))
+    whole, parts = at(PartitionSpec()), at(PartitionSpec(axis_name))
+    specs = replica_specs(params, state, whole, parts)
+    divides = before is not None and before % devices_along(mesh, axis_name) == 0
+    start = replica_specs(params, state, whole, parts if divides else whole)
+    move = lambda sharding, part: jax.tree.map(lambda x: _moved(x, sharding), part)
+    params, state = jax.tree.map(move, start, (params, state))
     of = lambda sharding, part: jax.tree.map(lambda _: sharding.spec, part)
     f = automatically(f, lambda results, *_: jax.tree.map(of, specs, results))
     return jax.jit(f, out_shardings=specs)(params, state)
+
+
+def _moved(x: Any, sharding: NamedSharding) -> Any:
+    """An array on the devices of a sharding, in the types of its mesh."""
+    place = place_of(x)
+    if place is None or not x.committed or getattr(place, "mesh", None) == sharding.mesh:
+        return x
+    is_typed = explicit_axes(mesh_of(x)) or explicit_axes(sharding.mesh)
+    if place.device_set == sharding.device_set and not is_typed:
+        return x  # jit divides it anew
+    return jax.device_put(x, sharding)
 
 
 def _is_replicas(node: Any) -> bool:
