@@ -3,6 +3,7 @@
 import functools
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,6 +38,18 @@ def has_16_bits(dtype: Any) -> bool:
 def has_keys(dtype: Any) -> bool:
     """Whether the dtype is that of random keys; False for None."""
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def words_of(a: Any) -> Any:
+    """The words of random keys; another array is unchanged."""
+    return jax.random.key_data(a) if has_keys(a.dtype) else a
+
+
+def from_words(like: Any) -> Callable[[Any], Any]:
+    """The inverse of :func:`words_of`, for arrays with the dtype of ``like``."""
+    if not has_keys(like.dtype):
+        return lambda words: words
+    return functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(like))
 
 
 def is_real(x: Any) -> bool:

@@ -11,6 +11,7 @@ from jax import Array
 
 from ..core.checks import check_size
 from ..core.meshes import placed_as
+from ..core.numerics import cast, from_words, words_of
 from ..core.optimizer import recorded
 from ..core.rows import apply_not_none, map_not_none, update_tree
 from ..state.averages import wide_zeros_like
@@ -65,7 +66,9 @@ def agn(
     The wrapper must be the last transformation of a chain. Arguments of ``update`` are ``active``
     (bool per replica: whether it makes a step now) and ``exchange`` (a Python bool, equal on all
     replicas: whether to push now, independently of the step count; the mean is over the steps since
-    the last push; see :func:`optzoo.replicas.scan_local_steps`).
+    the last push; see :func:`optzoo.replicas.scan_local_steps`). ``value``, the loss of a replica,
+    is passed to the update of the center as the mean over the pushing replicas; other arguments for
+    ``inner`` must be equal on all replicas.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -96,7 +99,8 @@ def agn(
 
     Raises:
         ValueError: if no params are given to ``update``, if the size of the axis is not
-            ``num_workers``, or if gradients are already summed over the replicas.
+            ``num_workers``, if gradients are already summed over the replicas, or if an argument
+            for ``inner`` is known to differ between them.
         NameError: at trace time, if there is no such axis.
 
     References:
@@ -124,7 +128,8 @@ def agn(
         # The sum of the pushes also carries the counters of all replicas, side by side.
         here = (replicas.ranks == replicas.index) & pushes
         place = lambda a: jnp.where(here.reshape(-1, *(1,) * a.ndim), a[None], 0)
-        counters = jax.tree.map(lambda a, is_slot: None if is_slot else place(a), state, is_slot)
+        beside = lambda a, is_slot: None if is_slot else place(words_of(a))
+        counters = jax.tree.map(beside, state, is_slot)
         mean = lambda x, a: jnp.where(pushes, a / since.astype(a.dtype), 0)
         mean = map_not_none(mean, params, accumulated)
         # A parameter without a gradient on any replica is unchanged.
@@ -136,7 +141,8 @@ def agn(
         pushed = jax.tree.map(lambda g: g / jnp.maximum(number, 1).astype(g.dtype), pushed)
 
         center, center_inner = replicated.center, replicated.method.center_inner
-        pick = lambda slot, c, is_slot: slot if is_slot else c[first].astype(slot.dtype)
+        as_slot = lambda slot, c: from_words(slot)(c.astype(words_of(slot).dtype))
+        pick = lambda slot, c, is_slot: slot if is_slot else as_slot(slot, c[first])
         before = jax.tree.map(pick, center_inner, counters, is_slot)
         shared = replicas.shared_arguments(pushes, extra_args)
         updates, after = inner.update(pushed, before, center, **shared)
@@ -153,7 +159,7 @@ def agn(
             method=AGNReplicated(optax.tree.where(some, after, center_inner)),
             global_step=replicated.global_step + number,
         )
-        count = lambda a, c, is_slot: a if is_slot else jnp.where(pushes, c.astype(a.dtype), a)
+        count = lambda a, c, is_slot: a if is_slot else jnp.where(pushes, cast(c, a.dtype), a)
         per_replica = per_replica._replace(
             inner=jax.tree.map(count, state, counted, is_slot),
             method=AGNPerReplica(

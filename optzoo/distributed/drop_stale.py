@@ -65,7 +65,8 @@ def drop_stale_gradient(
     ``local_step`` (int per replica: :math:`t_i`; by default the global step after its last
     gradient, as for workers that read the parameters immediately). If all replicas apply gradients
     of the same parameters, the first ``staleness + 1`` by rank are accepted, because each update
-    increases the age of the remaining gradients by one.
+    increases the age of the remaining gradients by one. ``value``, the loss of a replica, is passed
+    to ``inner`` with its gradient; other arguments for ``inner`` must be equal on all replicas.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -90,7 +91,8 @@ def drop_stale_gradient(
     Raises:
         TypeError: if ``inner`` is not a transformation, or ``staleness`` is not a number.
         ValueError: if ``staleness`` is NaN; at trace time, if the size of the axis is not
-            ``num_workers``, or if gradients are already summed over the replicas.
+            ``num_workers``, if gradients are already summed over the replicas, or if an argument
+            for ``inner`` is known to differ between them.
         NameError: at trace time, if there is no such axis.
 
     References:

@@ -84,6 +84,9 @@ def sync_replicas(
     the update that used its last gradient, or immediately if that gradient was dropped). Without
     ``arrived`` and ``local_step`` all gradients are available and fresh. If they suffice for an
     update, accumulated gradients are dropped (with ``skip_nonfinite`` they are included).
+    ``value``, the loss of a replica, is passed to ``inner`` as the mean over the replicas whose
+    gradients were accepted in this tick; other arguments for ``inner`` must be equal on all
+    replicas.
 
     Example:
         >>> import jax.numpy as jnp, optax, optzoo
@@ -113,8 +116,9 @@ def sync_replicas(
             on one replica spreads to all.
 
     Raises:
-        ValueError: if the size of the axis is not ``total_num_replicas``, or if gradients are
-            already summed over the replicas.
+        ValueError: if the size of the axis is not ``total_num_replicas``, if gradients are already
+            summed over the replicas, or if an argument for ``inner`` is known to differ between
+            them.
         NameError: at trace time, if there is no such axis.
 
     References:

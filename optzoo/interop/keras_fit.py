@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core.checks import check_transformation
-from ..core.numerics import has_keys
+from ..core.numerics import from_words, words_of
 from ..core.optimizer import Optimizer, about_of
 from ..jaxprs.reads import UnusedKeyword, check_all_read
 from ..registry import create, factory_of
@@ -186,7 +186,7 @@ class FitOptimizer(_Base):
             init = jax.jit(self._program.tx.init, out_shardings=self._shardings())
             state = init(self.params)
         paths, self._treedef = jax.tree_util.tree_flatten_with_path(state)
-        self._keys = [_wrap_key(leaf) for _, leaf in paths]
+        self._keys = [from_words(leaf) for _, leaf in paths]
         ranks = _Ranks({name: i for i, name in enumerate(self._names)})
         order = sorted(range(len(paths)), key=[ranks.of(path) for path, _ in paths].__getitem__)
         made = {i: self._add(*paths[i]) for i in order}
@@ -257,7 +257,7 @@ class FitOptimizer(_Base):
             new: Any = optax.apply_updates({name: params[name] for name in moved}, moved)
         self._assign_params(new)
         for v, leaf in zip(self._of_state, jax.tree.leaves(state), strict=True):
-            v.assign(_data(leaf))
+            v.assign(words_of(leaf))
 
     def _has_rate(self) -> bool:
         return not isinstance(self._learning_rate, _NoRate)
@@ -269,7 +269,7 @@ class FitOptimizer(_Base):
 
     def _add(self, path: Any, leaf: Any) -> Any:
         """A variable of the state, with a copy of its initial value, because Keras donates it."""
-        value = _data(leaf)
+        value = words_of(leaf)
         name = jax.tree_util.keystr(path, simple=True, separator="_") or "state"
         return self.add_variable(
             value.shape,
@@ -336,15 +336,3 @@ def _default_rate(config: Mapping[str, Any]) -> Any:
         return None
     parameter = inspect.signature(factory_of(config["class"])).parameters.get("learning_rate")
     return None if parameter is None else parameter.default
-
-
-def _data(leaf: Any) -> Any:
-    """An array of the state as Keras can store it."""
-    return jax.random.key_data(leaf) if has_keys(leaf.dtype) else leaf
-
-
-def _wrap_key(leaf: Any) -> Any:
-    """A function that converts the value that Keras stores into an array of the state."""
-    if not has_keys(leaf.dtype):
-        return lambda value: value
-    return functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(leaf))

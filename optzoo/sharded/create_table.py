@@ -15,7 +15,7 @@ from ..core.checks import check, check_flags, check_floating, check_function, ch
 from ..core.compat import in_row_major
 from ..core.lines import Lines, rows_per_line, shape_of_lines, to_lines
 from ..core.meshes import check_axes, shard_map
-from ..core.numerics import has_keys
+from ..core.numerics import from_words, has_keys, words_of
 from ..sparse.row_major import can_be_row_major
 from .row_sharding import RowSharding
 
@@ -140,13 +140,11 @@ def uniform_rows(
     most = float(jnp.finfo(jax.dtypes.canonicalize_dtype(dtype)).max) / 2
     check(f"in [0, {most}]", lambda v: 0 <= v <= most, scale=scale)
     # As words, which belong to no mesh: shard_map takes no array of explicit axes from outside.
-    impl = jax.random.key_impl(key) if is_typed else None
-    words = jax.random.key_data(key) if is_typed else key
+    words, as_key = words_of(key), from_words(key)
     words = words if isinstance(words, jax.core.Tracer) else np.asarray(words)
 
     def rows_of(ids):
-        key = jnp.asarray(words)
-        key = jax.random.wrap_key_data(key, impl=impl) if is_typed else key
+        key = as_key(jnp.asarray(words))
         row = lambda i: jax.random.uniform(
             jax.random.fold_in(key, i), (width,), dtype, minval=-scale, maxval=scale
         )

@@ -15,7 +15,7 @@ from jax import Array, lax
 from ...core.checks import check_size
 from ...core.compat import cast_varying, gather_invarying, varying
 from ...core.meshes import axis_size
-from ...core.numerics import upcast
+from ...core.numerics import from_words, upcast, words_of
 from ...core.paths import leaves_with_path, path_name
 from ...core.rows import SparseRows, is_rows, is_sparse_or_none, map_rows, update_tree
 
@@ -323,15 +323,14 @@ def broadcast(tree: Any, axis_name: AxisName = "replica") -> Any:
         axis_name: the axis, or axes, of the replicas.
     """
     replicas = Replicas(axis_name)
-    return jax.tree.map(
-        lambda a, total: total.astype(jnp.result_type(a)),
-        tree,
-        replicas.sum_where(replicas.index == 0, jax.tree.map(_numeric, tree)),
-    )
+    tree = jax.tree.map(jnp.asarray, tree)
+    sums = replicas.sum_where(replicas.index == 0, jax.tree.map(_numeric, tree))
+    restore = lambda a, total: from_words(a)(total.astype(words_of(a).dtype))
+    return jax.tree.map(restore, tree, sums)
 
 
-def _numeric(a: Any) -> Array:
-    a = jnp.asarray(a)
+def _numeric(a: Array) -> Array:
+    a = words_of(a)
     return a.astype(jnp.int32) if a.dtype == bool else a
 
 

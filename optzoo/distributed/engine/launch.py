@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
+from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...core.checks import check_size, check_transformation
+from ...core.compat import varying
 from ...core.integers import check_integers
 from ...core.meshes import (
     automatically,
@@ -24,6 +27,7 @@ from ...core.meshes import (
     shard_map,
     spec_of,
 )
+from ...core.paths import leaves_with_path, path_name
 from ...state.averages import averages_of
 from ...state.fit import StateError
 from ...state.types import LocalSGDState, ReplicaState, SharedParamsState
@@ -69,7 +73,8 @@ def map_over_replicas(
 
     Raises:
         ValueError: if the mesh has no such axis; when called, if the number of replicas is not the
-            number of devices of the mesh.
+            number of devices of the mesh, or if arrays that all replicas share are known to differ
+            between them, as with ``optax.apply_if_finite`` around a method for replicas.
     """
     if mesh is not None:
         check_axes(mesh, axis_name, _AXIS)
@@ -82,8 +87,12 @@ def map_over_replicas(
         check_integers(batch)
         axes = *replica_specs(params, state, None, 0), 0
         mapped = jax.vmap(of_one, in_axes=axes, out_axes=axes, axis_name=axis_name)
-        # On explicit axes vmap takes no batch that is divided in another way than the replicas.
-        params, state, out = automatically(mapped, _specs_of_vmapped)(params, state, batch)
+        try:
+            # On explicit axes vmap takes no batch that is divided in another way than the replicas.
+            params, state, out = automatically(mapped, _specs_of_vmapped)(params, state, batch)
+        except ValueError as error:
+            _refuse_differing(_batched(of_one, axes, axis_name, params, state, batch), error)
+            raise
         return params, state, *out
 
     def sharded(params, state, *batch):
@@ -94,11 +103,19 @@ def map_over_replicas(
         def of_block(params, state, batch):
             params, state = map_per_replica(_only_replica, params, state)
             params, state, out = of_one(params, state, jax.tree.map(_only_replica, batch))
+            axes = {*jax.tree.leaves(axis_name)}
+            differ = [name for name, a in _shared(params, state) if axes & varying(a)]
+            _refuse_differing(differ)
             params, state = map_per_replica(lambda a: a[None], params, state)
             return params, state, jax.tree.map(lambda a: jnp.asarray(a)[None], out)
 
         mapped = shard_map(of_block, mesh, specs, specs, check_vma=check_vma)
-        params, state, out = mapped(params, state, batch)
+        try:
+            params, state, out = mapped(params, state, batch)
+        except TypeError as error:  # of a conditional: its branches differ along other axes
+            axes = *replica_specs(params, state, None, 0), 0
+            _refuse_differing(_batched(of_one, axes, axis_name, params, state, batch), error)
+            raise
         return params, state, *out
 
     return functools.wraps(step)(vmapped if mesh is None else sharded)
@@ -111,6 +128,47 @@ def _specs_of_vmapped(results: Any, params: Any, state: Any, batch: Any) -> Any:
     first = PartitionSpec(*spec_of(like[0])[:1]) if like else PartitionSpec()
     specs = (jax.tree.map(spec_of, tree) for tree in (params, state))
     return *specs, jax.tree.map(lambda _: first, results[2])
+
+
+def _shared(params: Any, state: Any) -> list[tuple[str, Any]]:
+    """The names and arrays of parameters and state that all replicas share."""
+    marks = replica_specs(params, state, True, False)
+    each = lambda is_shared, tree: jax.tree.map(lambda a: a if is_shared else None, tree)
+    named = {"params": params, "state": state}
+    shared = jax.tree.map(each, dict(zip(named, marks, strict=True)), named)
+    return [(path_name(path), a) for path, a in leaves_with_path(shared)]
+
+
+def _batched(of_one, axes, axis_name, params, state, batch) -> list[str]:
+    """The names of arrays that all replicas share, and that differ between them in ``vmap``."""
+    found = list[str]()
+
+    def watch(name, a):
+        same = custom_vmap(lambda a: a)
+        same.def_vmap(lambda size, is_batched, a: (found.append(name) or a, *is_batched))
+        same(a)
+
+    def watched(*args):
+        params, state, _ = of_one(*args)
+        for name, a in _shared(params, state):
+            watch(name, a)
+
+    with contextlib.suppress(Exception):  # those of the step itself are raised again by the caller
+        mapped = jax.vmap(watched, in_axes=axes, axis_name=axis_name)
+        # Without the types of a mesh.
+        of = lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a))
+        jax.eval_shape(mapped, *jax.tree.map(of, (params, state, batch)))
+    return found
+
+
+def _refuse_differing(names: list[str], cause: Exception | None = None) -> None:
+    """Raises ``ValueError`` if arrays that all replicas share differ between them."""
+    if names:
+        raise ValueError(
+            f"{', '.join(map(repr, names[:3]))} differ between replicas, which share them: put a "
+            "wrapper that depends on gradients or losses, such as optax.apply_if_finite, inside "
+            "of the method for replicas, and give it what is equal on all, such as by jax.lax.pmean"
+        ) from cause
 
 
 def scan_local_steps(step: Callable[..., Any], *, overlap_steps: int = 0) -> Callable[..., Any]:
