@@ -165,9 +165,10 @@ def _refuse_differing(names: list[str], cause: Exception | None = None) -> None:
     """Raises ``ValueError`` if arrays that all replicas share differ between them."""
     if names:
         raise ValueError(
-            f"{', '.join(map(repr, names[:3]))} differ between replicas, which share them: put a "
-            "wrapper that depends on gradients or losses, such as optax.apply_if_finite, inside "
-            "of the method for replicas, and give it what is equal on all, such as by jax.lax.pmean"
+            f"{', '.join(map(repr, names[:3]))} differ between replicas, which share them: what "
+            "depends on the gradients or the loss of one replica, such as optax.apply_if_finite, "
+            "belongs inside of the method for replicas; give it arguments that are equal on all, "
+            "by jax.lax.pmean"
         ) from cause
 
 
