@@ -604,6 +604,27 @@ def test_a_shard_map_over_some_axes(check_vma):
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-5)
 
 
+@pytest.mark.parametrize("is_set", [False, True])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.full)])
+def test_slots_in_8_bits_are_read_and_written(dtype, spec, is_set):
+    """Outside of an update; its groups and scales have other axes than the table."""
+    width = 512 if len(spec) > 1 else 8  # whole groups on each device, or scales beside the codes
+    mesh, wide = make_mesh(), np.linspace(-1, 1, 16 * width, dtype=np.float32).reshape(16, width)
+    params = {"table": put(mesh, wide, spec)}
+    tx = optzoo.slots_dtype(optzoo.lazy_adam(0.1), dtype)
+    with inside(mesh, is_set):
+        state = tx.init(params)
+        written = optzoo.set_slot(state, "m", params)
+        read = jax.jit(lambda state: optzoo.get_slot(state, "m"))(written)
+        again = optzoo.get_slot(written, "m")
+    types = lambda tree: jax.tree.map(jax.typeof, tree)
+    assert types(written) == types(state) and types(again) == types(params) == types(read)
+    alone = optzoo.set_slot(tx.init({"table": wide}), "m", {"table": wide})
+    chex.assert_trees_all_equal(jax.device_get(written), jax.device_get(alone))
+    np.testing.assert_array_equal(again["table"], optzoo.get_slot(alone, "m")["table"])
+
+
 def test_an_array_from_outside_on_explicit_axes_is_refused():
     mesh = make_mesh("Explicit", sizes=(4,), names=("shard",))
     rows = optzoo.sharded.RowSharding(8, 4, multiple=1)

@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from ...core.boxes import unboxed
 from ...core.compat import custom_jvp
 from ...core.lines import as_lines, is_lines, plain
+from ...core.meshes import automatically, spec_of
 from .at_random import DTYPES
-from .codes import Codes, decoded, encoded, has_codes, is_coded, stored
+from .codes import Codes, decoded, encoded, has_codes, is_beside, is_coded, stored
 
 
 class UpperBfloat16(NamedTuple):
@@ -103,13 +105,20 @@ def is_packed(slots: Any) -> bool:
 
 
 def _decoded(tree: Any) -> Any:
-    f = lambda x: _of_arrays(decoded, x) if has_codes(x) else x
+    decode = automatically(decoded, _spec_of_decoded)
+    f = lambda x: _of_arrays(decode, x) if has_codes(x) else x
     return _map_stored(f, tree) if has_codes(tree) else tree
+
+
+def _spec_of_decoded(_: Any, x: Any) -> PartitionSpec:
+    entries = tuple(spec_of(x.codes))
+    return PartitionSpec(*entries[:-1], None) if is_beside(x) else PartitionSpec(*entries)
 
 
 def _encoded_like(old: Any, new: Any) -> Any:
     def f(a, b):
-        encode = lambda b: stored(encoded(type(a), b), a)
+        specs = lambda *_: jax.tree.map(spec_of, a)
+        encode = automatically(lambda b: stored(encoded(type(a), b), a), specs)
         return _of_arrays(encode, b) if is_coded(a) and not is_coded(b) else b
 
     return _map_stored(f, old, new) if has_codes(old) else new
