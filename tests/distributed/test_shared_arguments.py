@@ -115,9 +115,22 @@ def test_a_wrapper_that_decides_for_each_replica_belongs_inside(name, drive):
     if name == "agn" and drive == "shard_map":  # where the branches of a conditional give the types
         run(outside, drive)
     else:
-        with pytest.raises(ValueError, match=rf"^{names}.* differ between replicas, which share"):
+        with pytest.raises(ValueError, match=f"replicas share differ between them: {names}"):
             run(outside, drive)
     run(method(optax.apply_if_finite(optzoo.gradient_descent(1.0), 3)), drive)
+
+
+@pytest.mark.parametrize("drive", ["vmap", "shard_map"])
+def test_a_group_without_the_method_differs(drive):
+    sgd = optzoo.gradient_descent(1.0)
+    tx = optzoo.param_groups({"a": optzoo.sync_replicas(sgd), "b": sgd})
+    params, grads = {"a": X, "b": X}, {"a": GRADS, "b": GRADS}
+    step = lambda x, state, g: tx.update(g, state, x)
+    mapped = DRIVES[drive]
+    on = {"mesh": mapped["mesh"]} if "mesh" in mapped else {}
+    start = optzoo.replicas.replicate(params, tx.init(params), N, **on)
+    with pytest.raises(ValueError, match=r"share differ between them: 'params/b'\. What"):
+        jax.jit(optzoo.replicas.map_over_replicas(step, **mapped))(*start, grads)
 
 
 def test_an_error_of_the_step_itself_stays():

@@ -145,7 +145,12 @@ def _batched(of_one, axes, axis_name, params, state, batch) -> list[str]:
 
     def watch(name, a):
         same = custom_vmap(lambda a: a)
-        same.def_vmap(lambda size, is_batched, a: (found.append(name) or a, *is_batched))
+
+        @same.def_vmap  # called for an array that differs
+        def note(size, is_batched, a):
+            found.append(name)
+            return a, *is_batched
+
         same(a)
 
     def watched(*args):
@@ -164,11 +169,12 @@ def _batched(of_one, axes, axis_name, params, state, batch) -> list[str]:
 def _refuse_differing(names: list[str], cause: Exception | None = None) -> None:
     """Raises ``ValueError`` if arrays that all replicas share differ between them."""
     if names:
+        first = ", ".join(map(repr, names[:3]))
         raise ValueError(
-            f"{', '.join(map(repr, names[:3]))} differ between replicas, which share them: what "
-            "depends on the gradients or the loss of one replica, such as optax.apply_if_finite, "
-            "belongs inside of the method for replicas; give it arguments that are equal on all, "
-            "by jax.lax.pmean"
+            f"arrays that all replicas share differ between them: {first}. "
+            "What depends on the gradients or the loss of one replica, such as "
+            "optax.apply_if_finite, belongs inside of the method for replicas; give it arguments "
+            "that are equal on all, by jax.lax.pmean"
         ) from cause
 
 
