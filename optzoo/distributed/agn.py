@@ -99,8 +99,7 @@ def agn(
 
     Raises:
         ValueError: if no params are given to ``update``, if the size of the axis is not
-            ``num_workers``, if gradients are already summed over the replicas, or if an argument
-            for ``inner`` is known to differ between them.
+            ``num_workers``, or if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:

@@ -91,8 +91,7 @@ def drop_stale_gradient(
     Raises:
         TypeError: if ``inner`` is not a transformation, or ``staleness`` is not a number.
         ValueError: if ``staleness`` is NaN; at trace time, if the size of the axis is not
-            ``num_workers``, if gradients are already summed over the replicas, or if an argument
-            for ``inner`` is known to differ between them.
+            ``num_workers``, or if gradients are already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:

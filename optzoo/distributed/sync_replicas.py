@@ -116,9 +116,8 @@ def sync_replicas(
             on one replica spreads to all.
 
     Raises:
-        ValueError: if the size of the axis is not ``total_num_replicas``, if gradients are already
-            summed over the replicas, or if an argument for ``inner`` is known to differ between
-            them.
+        ValueError: if the size of the axis is not ``total_num_replicas``, or if gradients are
+            already summed over the replicas.
         NameError: at trace time, if there is no such axis.
 
     References:

@@ -95,15 +95,22 @@ def test_replicas_decide_together(name, drive):
     assert np.all(np.asarray(x) < 0)
 
 
+@pytest.mark.parametrize("drive", ["vmap", "shard_map"])
 @pytest.mark.parametrize("name", METHODS)
-def test_other_arguments_must_be_equal_on_all_replicas(name):
-    def scaled(updates, state, params=None, *, value=None, size, **extra_args):
+def test_other_arguments_must_be_equal_on_all_replicas(name, drive):
+    """If inner reads them; an argument of another method may differ."""
+
+    def scaled(updates, state, params=None, *, value=None, size=1, **extra_args):
         return jax.tree.map(lambda g: -g * size, updates), state
 
     method, *_ = METHODS[name]
     tx = method(optax.GradientTransformationExtraArgs(lambda params: (), scaled))
-    with pytest.raises(ValueError, match=r"^size may differ along \['replica'\], but inner makes"):
-        run(tx, "shard_map", size=LOSSES)
+    with pytest.raises(
+        ValueError, match=r"replicas share differ between them: '.*by jax.lax.pmean"
+    ):
+        run(tx, drive, size=LOSSES)
+    x, _ = run(tx, drive, another=LOSSES)
+    assert np.all(np.asarray(x) < 0)
 
 
 @pytest.mark.parametrize("drive", ["vmap", "shard_map"])

@@ -216,24 +216,12 @@ class Replicas:
         """The extra arguments of an update that all replicas share.
 
         ``value``, the loss of a replica, becomes the mean over the replicas where ``mask`` is true.
-
-        Raises:
-            ValueError: if another argument is known to differ between replicas.
         """
-        shared = dict(extra_args)
-        if (value := shared.pop("value", None)) is not None:
-            terms = upcast(jnp.asarray(value)), jnp.ones([], jnp.int32)
-            total, number = self.sum_where(mask, terms)
-            value = total / jnp.maximum(number, 1).astype(total.dtype)
-        for name, argument in shared.items():
-            arrays = [a for a in jax.tree.leaves(argument) if isinstance(a, jax.Array)]
-            if axes := {*self._names}.intersection(itertools.chain(*map(varying, arrays))):
-                raise ValueError(
-                    f"{name} may differ along {sorted(axes)}, but inner makes one update for all "
-                    f"replicas: give each the same, such as jax.lax.pmean({name}, "
-                    f"{self.axis_name!r})"
-                )
-        return shared if value is None else {**shared, "value": value}
+        if (value := extra_args.get("value")) is None:
+            return {**extra_args}
+        terms = upcast(jnp.asarray(value)), jnp.ones([], jnp.int32)
+        total, number = self.sum_where(mask, terms)
+        return {**extra_args, "value": total / jnp.maximum(number, 1).astype(total.dtype)}
 
     def buckets(self, leaves: list[Array]) -> list[list[int]]:
         """The positions of leaves that are sent as one array: small leaves of one dtype."""
