@@ -2,9 +2,9 @@
 
     python examples/survivors.py --coordinator host0:1234 --num-processes 3 --process-id 0
 
-One device for each process. It uses ``jax.experimental.multihost_utils.live_devices`` of JAX 0.10 or
-newer, which JAX calls unstable. A process that died or hung cannot rejoin, and if process 0 dies,
-all end. The supported way is multihost.py: all processes end and restart from a checkpoint.
+One device for each process. It uses ``jax.experimental.multihost_utils.live_devices`` of JAX 0.10
+or newer, which JAX calls unstable. A process that died or hung cannot rejoin, and if process 0
+dies, all end. The supported way is multihost.py: all processes end and restart from a checkpoint.
 """
 
 import argparse
