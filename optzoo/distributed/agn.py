@@ -11,14 +11,14 @@ from jax import Array
 
 from ..core.checks import check_size
 from ..core.meshes import placed_as
-from ..core.numerics import cast, from_words, words_of
+from ..core.numerics import cast, words_of
 from ..core.optimizer import recorded
 from ..core.rows import apply_not_none, map_not_none, update_tree
 from ..state.averages import wide_zeros_like
 from ..state.came import has_come, leave_out, none_came
 from ..state.inner import fitting, inner_transformation
 from ..state.slots import are_slots
-from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, zero_unless
+from .engine.collectives import BUCKET_BYTES, AxisName, Replicas, from_sum, zero_unless
 from .engine.local_sgd import LocalSGDMethod, Order, local_sgd
 
 
@@ -140,8 +140,7 @@ def agn(
         pushed = jax.tree.map(lambda g: g / jnp.maximum(number, 1).astype(g.dtype), pushed)
 
         center, center_inner = replicated.center, replicated.method.center_inner
-        as_slot = lambda slot, c: from_words(slot)(c.astype(words_of(slot).dtype))
-        pick = lambda slot, c, is_slot: slot if is_slot else as_slot(slot, c[first])
+        pick = lambda slot, c, is_slot: slot if is_slot else from_sum(slot, c[first])
         before = jax.tree.map(pick, center_inner, counters, is_slot)
         shared = replicas.shared_arguments(pushes, extra_args)
         updates, after = inner.update(pushed, before, center, **shared)

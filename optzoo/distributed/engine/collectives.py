@@ -313,8 +313,12 @@ def broadcast(tree: Any, axis_name: AxisName = "replica") -> Any:
     replicas = Replicas(axis_name)
     tree = jax.tree.map(jnp.asarray, tree)
     sums = replicas.sum_where(replicas.index == 0, jax.tree.map(_numeric, tree))
-    restore = lambda a, total: from_words(a)(total.astype(words_of(a).dtype))
-    return jax.tree.map(restore, tree, sums)
+    return jax.tree.map(from_sum, tree, sums)
+
+
+def from_sum(a: Any, total: Array) -> Array:
+    """A sum of one array and zeros, computed on words of keys, in the dtype of ``a``."""
+    return from_words(a)(total.astype(words_of(a).dtype))
 
 
 def _numeric(a: Array) -> Array:

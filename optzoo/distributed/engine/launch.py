@@ -91,7 +91,7 @@ def map_over_replicas(
             # On explicit axes vmap takes no batch that is divided in another way than the replicas.
             params, state, out = automatically(mapped, _specs_of_vmapped)(params, state, batch)
         except ValueError as error:
-            _refuse_differing(_batched(of_one, axes, axis_name, params, state, batch), error)
+            _refuse_differing(_batched(of_one, axis_name, params, state, batch), error)
             raise
         return params, state, *out
 
@@ -113,8 +113,7 @@ def map_over_replicas(
         try:
             params, state, out = mapped(params, state, batch)
         except TypeError as error:  # of a conditional: its branches differ along other axes
-            axes = *replica_specs(params, state, None, 0), 0
-            _refuse_differing(_batched(of_one, axes, axis_name, params, state, batch), error)
+            _refuse_differing(_batched(of_one, axis_name, params, state, batch), error)
             raise
         return params, state, *out
 
@@ -139,7 +138,7 @@ def _shared(params: Any, state: Any) -> list[tuple[str, Any]]:
     return [(path_name(path), a) for path, a in leaves_with_path(shared)]
 
 
-def _batched(of_one, axes, axis_name, params, state, batch) -> list[str]:
+def _batched(of_one, axis_name, params, state, batch) -> list[str]:
     """The names of arrays that all replicas share, and that differ between them in ``vmap``."""
     found = list[str]()
 
@@ -159,6 +158,7 @@ def _batched(of_one, axes, axis_name, params, state, batch) -> list[str]:
             watch(name, a)
 
     with contextlib.suppress(Exception):  # those of the step itself are raised again by the caller
+        axes = *replica_specs(params, state, None, 0), 0
         mapped = jax.vmap(watched, in_axes=axes, axis_name=axis_name)
         # Without the types of a mesh.
         of = lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a))

@@ -105,14 +105,16 @@ def is_packed(slots: Any) -> bool:
 
 
 def _decoded(tree: Any) -> Any:
-    decode = automatically(decoded, _spec_of_decoded)
-    f = lambda x: _of_arrays(decode, x) if has_codes(x) else x
+    f = lambda x: _of_arrays(_decode, x) if has_codes(x) else x
     return _map_stored(f, tree) if has_codes(tree) else tree
 
 
 def _spec_of_decoded(_: Any, x: Any) -> PartitionSpec:
     entries = tuple(spec_of(x.codes))
     return PartitionSpec(*entries[:-1], None) if is_beside(x) else PartitionSpec(*entries)
+
+
+_decode = automatically(decoded, _spec_of_decoded)
 
 
 def _encoded_like(old: Any, new: Any) -> Any:
